@@ -1,0 +1,123 @@
+"""The command line: `python3 -m dspark run | test | generate | data | train | sweep`.
+
+Needs the standard library only, and an old Python gets as far as the message that says which one is needed.
+"""
+
+import argparse
+import errno
+import importlib
+import subprocess
+import sys
+
+from dspark import UserError, __version__
+
+PYTHONS = ((3, 11), (3, 14))
+# These have their own command lines, in the module that does the work.
+MODULES = {
+    "data": ("dspark.data", "write training prompts and responses with the target"),
+    "train": ("dspark.train", "train a drafter"),
+    "sweep": ("dspark.evaluate", "measure drafters on benchmarks over n"),
+}
+
+
+def main(argv=None):
+    """Run one command and return its exit code: 2 for a wrong request or machine, 1 for a failed run."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        check_python(sys.version_info[:2])
+        return dispatch(argv)
+    except UserError as error:
+        print(f"dspark: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"dspark: the disk is full: free some space, then run it again ({error})", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dspark: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def check_python(version):
+    """Raise UserError unless `version`, (major, minor), is one that the packages are made for."""
+    if not PYTHONS[0] <= version <= PYTHONS[1]:
+        low, high, this = (".".join(map(str, v)) for v in (*PYTHONS, version))
+        raise UserError(
+            f"Python {this} will not do: use one from {low} to {high}, as in python{low} -m dspark"
+        )
+
+
+def dispatch(argv):
+    """Set up what is missing, then run the command that `argv` names."""
+    from dspark import notebooks, setup
+
+    command = argv[0] if argv else ""
+    if command in MODULES:
+        setup.ensure(argv)
+        return importlib.import_module(MODULES[command][0]).main(argv[1:]) or 0
+    if command == "test":
+        setup.ensure(argv)
+        return run_tests(argv[1:])
+    args = parser().parse_args(argv)
+    if args.command == "run":
+        notebooks.check(args)  # before an installation that may take minutes
+        setup.ensure(argv)
+        return notebooks.run(args)
+    setup.ensure(argv)
+    from dspark.terminal import generate
+
+    return generate(args) or 0
+
+
+def run_tests(arguments):
+    """ruff, then pytest with `arguments`, whose summary is so the last thing printed; the worse exit code."""
+    from dspark.paths import ROOT
+
+    tools = [["ruff", "check"], ["pytest", *arguments]]
+    return max(subprocess.run([sys.executable, "-m", *tool], cwd=ROOT).returncode for tool in tools)
+
+
+def parser():
+    """The parser of the whole command line."""
+    from dspark import notebooks
+
+    top = argparse.ArgumentParser(prog="python3 -m dspark", description="DSpark: speculative decoding.")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser(
+        "run",
+        help="execute the notebooks",
+        description="Execute the notebooks in order. An interrupted run goes on where it stopped.",
+        epilog=notebooks.summary(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("--profile", default="cpu", help="a file of notebooks/params (default: %(default)s)")
+    run.add_argument("--only", metavar="01,04", help="these notebooks only")
+    run.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="set a parameter")
+    run.add_argument("--out", metavar="DIR", help="where results go (default: .runs/<profile>)")
+    run.add_argument("--benchmarks", metavar="DIR", help="a folder of benchmarks, JSONL rows with `turns`")
+    run.add_argument("--fresh", action="store_true", help="execute again what is already done")
+    run.add_argument("--commit", action="store_true", help="copy the executed notebooks over notebooks/")
+
+    commands.add_parser("test", help="ruff and the tests; further arguments go to pytest", add_help=False)
+    for name, (_, what) in MODULES.items():
+        commands.add_parser(name, help=what, add_help=False)
+
+    generate = commands.add_parser("generate", help="answer a prompt in the terminal and compare the speed")
+    generate.add_argument("prompt")
+    generate.add_argument("--target", help="a preset, a hub name or a folder (default: SmolLM2-135M)")
+    generate.add_argument("--drafter", help="a checkpoint folder (default: the committed one)")
+    generate.add_argument("-n", type=int, help="tokens drafted per step (default: the drafter's best)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    dtypes = ("float32", "bfloat16")
+    generate.add_argument("--dtype", choices=dtypes, default="float32", help="default: %(default)s")
+    generate.add_argument("--threshold", type=float, default=0.0, help="draft while confidence is above it")
+    generate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    return top
+
+
+if __name__ == "__main__":
+    sys.exit(main())
