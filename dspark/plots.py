@@ -1,0 +1,349 @@
+"""Every figure of the project, drawn from the tidy tables that the evaluation writes.
+
+A figure function takes a `pandas.DataFrame` with the columns of `n_sweep.csv` and returns a `Plot`: the
+matplotlib figure, a table of exactly what is drawn, a caption, and how the numbers came about. `save` writes
+the four files of a plot. Nothing is resampled here: intervals come from the table. A missing number is a gap.
+
+A figure shows one setting (`SETTING`); select the rows first:
+
+    table = pd.read_csv("n_sweep.csv").query("engine == 'dspark' and temperature == 0")
+    save(speedup_vs_n(table), "speedup_vs_n", folder, meta)
+"""
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+
+COLUMN, PAGE = 3.25, 6.75  # inches: one column and across both, so that figures print at their own size
+
+# DejaVu Sans ships with matplotlib: no font look-up, the same bytes on every machine.
+STYLE = {
+    **sns.axes_style("ticks", {"axes.spines.top": False, "axes.spines.right": False}),
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",
+    **dict.fromkeys(("axes.labelsize", "axes.titlesize"), 8),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 6),
+    **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 2.5),
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "text.usetex": False,
+    "pdf.fonttype": 42,  # TrueType: text in the PDF stays text
+    "savefig.bbox": None,  # a tight box would change the printed width
+}
+
+_BLUE, _ORANGE, _GREEN, _, _PINK, _BROWN, _, _GREY, *_ = sns.color_palette("colorblind").as_hex()
+
+# Keyword arguments of `Axes.plot`. The order is the order of legends and bars.
+DRAFTER_STYLE = {
+    "autoregressive": {"color": _GREY, "marker": "", "linestyle": (0, (1, 1)), "label": "Autoregressive"},
+    "dspark": {"color": _BLUE, "marker": "o", "linestyle": "-", "label": "DSpark"},
+    "dflash": {"color": _ORANGE, "marker": "s", "linestyle": (0, (5, 1.5)), "label": "DFlash"},
+    "eagle3": {"color": _GREEN, "marker": "^", "linestyle": (0, (3, 1, 1, 1)), "label": "Eagle3"},
+    "eagle3-mla": {"color": _PINK, "marker": "D", "linestyle": (0, (1, 0.7)), "label": "Eagle3-MLA"},
+    "prompt-lookup": {"color": _BROWN, "marker": "v", "linestyle": (0, (2, 1)), "label": "Prompt lookup"},
+}
+
+# The order is the order of bars. The project's own sets keep their own names: they are not the benchmarks.
+BENCHMARK_LABELS = {name: name for name in (
+    "GSM8K", "MATH500", "AIME", "HumanEval", "LiveCodeBench", "SPEED-Bench Coding",
+    "own-gsm8k", "own-math500", "own-aime", "own-humaneval", "own-livecodebench", "own-speed-coding",
+)} | {"SPEED-Bench Coding": "SPEED-Bench\nCoding"}
+
+# A figure that mixed two of these would compare what is not comparable.
+SETTING = ("profile", "engine", "target", "temperature", "concurrency", "seed")
+MARKED_N = (3, 7)  # the two that the published results report
+MASK_COLOURS = {"context": _BLUE, "own block": _ORANGE, "not visible": "#ececec"}
+_SPEEDUP = "Speedup is tokens/s over the autoregressive tokens/s of the same engine, prompts and settings."
+_GAP = "A gap is a value that was not measured on every benchmark."
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure with all that a reader needs to check it; shows itself at the end of a notebook cell.
+
+    figure: drawn at printed size.
+    data: one row a drawn mark, missing numbers as NaN.
+    caption: what is shown, over what, with what intervals.
+    how: "error_bars" (what they are), "setting" and "prompts" (benchmark -> count); goes into the JSON.
+    """
+
+    figure: Figure
+    data: pd.DataFrame
+    caption: str
+    how: dict
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=150)
+        return buffer.getvalue()
+
+
+def save(plot: Plot, name: str, folder: str | Path, meta: dict) -> list[Path]:
+    """Write NAME.pdf, .png (200 dpi), .csv (exactly what is drawn) and .json (how), replacing what is there.
+
+    meta: metadata of the run behind the table, as in the .json beside it: commit, whether the tree was clean,
+        package versions, machine, device, seed. Stored as it is under "run".
+    The same plot gives the same bytes: no dates, no versions.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pdf, png, csv, how = (folder / f"{name}.{ending}" for ending in ("pdf", "png", "csv", "json"))
+    with mpl.rc_context(STYLE):
+        plot.figure.savefig(pdf, metadata={"CreationDate": None, "Creator": "dspark", "Producer": None})
+        plot.figure.savefig(png, dpi=200, metadata={"Software": "dspark"})
+    plot.data.to_csv(csv, index=False, lineterminator="\n")
+    record = {"figure": name, "caption": plot.caption, **plot.how, "run": meta}
+    how.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return [pdf, png, csv, how]
+
+
+@mpl.rc_context(STYLE)
+def speedup_vs_n(table: pd.DataFrame) -> Plot:
+    """Mean speedup of the benchmarks against n for each drafter, with its 95% band; n = 3 and 7 carry values.
+
+    The band treats the B benchmarks as independent: half-width = sqrt(sum_b half_b^2) / B, half_b from the
+    bootstrap interval of benchmark b.
+    """
+    how = _check(table, "speedup", "speedup_low", "speedup_high")
+    speedup, low, high = (_by_benchmark(table, c) for c in ("speedup", "speedup_low", "speedup_high"))
+    half = np.sqrt((((high - low) / 2) ** 2).sum(axis=1, skipna=False)) / speedup.shape[1]
+    mean = speedup.mean(axis=1, skipna=False)
+    data = pd.DataFrame({"speedup": mean, "speedup_low": mean - half, "speedup_high": mean + half})
+    data = data.reset_index()
+    figure = _against_n(data, "speedup", f"Speedup\n(mean of {_sets(table)})", "{:.2f}×")
+    bars = ("95% interval of the mean: half-width sqrt(sum of squared half-widths) / benchmarks, from each "
+            "benchmark's bootstrap over prompts, the benchmarks treated as independent")
+    caption = (f"Speedup against the number of speculative tokens n: unweighted mean of the per-benchmark "
+               f"speedups ({_scope(how)}). {_SPEEDUP} Band: {bars}. {_GAP}")
+    return Plot(figure, data, caption, {"error_bars": bars, **how})
+
+
+@mpl.rc_context(STYLE)
+def accepted_length_vs_n(table: pd.DataFrame) -> Plot:
+    """Accepted length tau against n for each drafter: mean of the benchmarks, each pooled over its steps."""
+    how = _check(table, "tau")
+    data = _by_benchmark(table, "tau").mean(axis=1, skipna=False).rename("tau").reset_index()
+    figure = _against_n(data, "tau", f"Accepted length τ\n(mean of {_sets(table)})", "{:.2f}")
+    caption = (f"Accepted length tau (tokens per verification step, bonus included) against the number of "
+               f"speculative tokens n: unweighted mean of the benchmarks, each its total tokens over total "
+               f"steps ({_scope(how)}). {_GAP}")
+    return Plot(figure, data, caption, {"error_bars": "none", **how})
+
+
+@mpl.rc_context(STYLE)
+def acceptance_by_position(table: pd.DataFrame, n: int) -> Plot:
+    """Acceptance of draft position k = 1..n: left that all of 1..k are accepted, right k given that k-1 was.
+
+    Left is the mean of the benchmarks' `accept_pos_k`; right is left_k / left_{k-1}, so that the running
+    product of the right panel is the left one. Where k-1 was never accepted, k is a gap.
+    """
+    columns = [f"accept_pos_{k}" for k in range(1, n + 1)]
+    how = _check(table, *columns, n_values=(n,))
+    means = [_by_benchmark(table, c).xs(n, level="n").mean(axis=1, skipna=False) for c in columns]
+    prefix = pd.DataFrame(means, index=pd.RangeIndex(1, n + 1, name="position"))  # [positions, drafters]
+    conditional = prefix / prefix.shift(fill_value=1.0)  # the anchor is always there; 0 / 0 is a gap
+    data = pd.DataFrame({"unconditional": prefix.unstack(), "conditional": conditional.unstack()})
+    data = data.reset_index()
+    data.insert(1, "n", n)
+    figure = Figure((PAGE, 2.4))
+    axes = figure.subplots(1, 2, sharey=True)
+    labels = {"unconditional": "Accepted with all before it", "conditional": "Accepted given all before it"}
+    for ax, (column, label) in zip(axes, labels.items(), strict=True):
+        _lines(ax, data, "position", column)
+        ax.set(xlabel="Draft position $k$", ylabel=label, xticks=range(1, n + 1), ylim=(-0.03, 1.03))
+    _legend(figure, axes[0])
+    caption = (f"Acceptance per draft position at n={n}, mean of the benchmarks ({_scope(how)}). Left: share "
+               f"of steps that accept positions 1 to k. Right: that share divided by the one of k-1. {_GAP}")
+    return Plot(figure, data, caption, {"error_bars": "none", **how})
+
+
+@mpl.rc_context(STYLE)
+def benchmark_bars(table: pd.DataFrame, n_values: tuple[int, ...] = MARKED_N) -> Plot:
+    """Speedup of each drafter on each benchmark, a panel for each n, with the table's 95% intervals."""
+    numbers = ["speedup", "speedup_low", "speedup_high"]
+    how = _check(table, *numbers, n_values=n_values)
+    benchmarks, drafters = list(how["prompts"]), _drafters(table)
+    whole = pd.MultiIndex.from_product([n_values, benchmarks, drafters], names=["n", "benchmark", "drafter"])
+    data = table.set_index(whole.names)[numbers].reindex(whole).reset_index()
+    figure = Figure((PAGE, 0.5 + 1.5 * len(n_values)))
+    axes = figure.subplots(len(n_values), sharex=True, sharey=True, squeeze=False)[:, 0]
+    width = 0.8 / len(drafters)
+    for ax, n in zip(axes, n_values, strict=True):
+        ax.axhline(1, **DRAFTER_STYLE["autoregressive"])
+        for i, drafter in enumerate(drafters):
+            bars = data[(data["n"] == n) & (data["drafter"] == drafter)]
+            x = np.arange(len(benchmarks)) + (i - (len(drafters) - 1) / 2) * width
+            style = DRAFTER_STYLE[drafter]
+            ax.bar(x, bars["speedup"], 0.92 * width, color=style["color"], label=style["label"])
+            ax.vlines(x, bars["speedup_low"], bars["speedup_high"], color="0.15", linewidth=0.8)
+        ax.set_ylabel(f"Speedup, $n={n}$")
+        ax.set_xticks(range(len(benchmarks)), [BENCHMARK_LABELS.get(b, b) for b in benchmarks])
+    _legend(figure, axes[0])
+    bars = "95% bootstrap interval over prompts"
+    caption = (f"Speedup on each benchmark at n={' and '.join(map(str, n_values))} ({_scope(how)}). "
+               f"{_SPEEDUP} Error bars: {bars}. An absent bar was not measured.")
+    return Plot(figure, data, caption, {"error_bars": bars, **how})
+
+
+@mpl.rc_context(STYLE)
+def block_mask(mask: np.ndarray, labels: tuple[list[str], list[str]], title: str) -> Plot:
+    """The attention mask of drafter blocks as a picture.
+
+    mask: bool [queries, keys], true where the query sees the key. Keys are [context; block], as in the
+        drafter: the last `queries` keys are the queries' own positions, all before them are context.
+    labels: one text for each query, one for each key.
+    """
+    mask = np.asarray(mask)
+    queries, keys = labels
+    if mask.dtype != bool or mask.shape != (len(queries), len(keys)) or len(queries) > len(keys):
+        raise ValueError(f"mask must be bool [queries, keys], queries <= keys, with a label for each; got "
+                         f"{mask.dtype} {mask.shape} with {len(queries)} and {len(keys)} labels")
+    context = len(keys) - len(queries)
+    kind = np.where(mask, np.arange(len(keys)) >= context, 2)  # [queries, keys] index into MASK_COLOURS
+    row, column = np.indices(mask.shape).reshape(2, -1)
+    data = pd.DataFrame({"query": row, "key": column, "query_label": np.array(queries)[row],
+                         "key_label": np.array(keys)[column],
+                         "kind": np.array(list(MASK_COLOURS))[kind.ravel()]})
+    width = COLUMN if len(keys) <= 12 else PAGE
+    figure = Figure((width, 1.2 + (width - 0.7) * len(queries) / len(keys)))  # cells about square
+    ax = figure.subplots()
+    ax.pcolormesh(kind, cmap=mpl.colors.ListedColormap(list(MASK_COLOURS.values())), vmin=0, vmax=2,
+                  edgecolor="white", linewidth=0.8)
+    ax.axvline(context, color="0.15", linewidth=1.0)
+    ax.invert_yaxis()
+    ax.set_xticks(np.arange(len(keys)) + 0.5, keys, rotation=90)
+    ax.set_yticks(np.arange(len(queries)) + 0.5, queries)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set(title=title, xlabel="Key", ylabel="Query")
+    patches = [Patch(color=colour, label=name) for name, colour in MASK_COLOURS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3)
+    caption = f"{title}: the keys that each query of the block sees. The line parts context and block."
+    return Plot(figure, data, caption, {"error_bars": "none"})
+
+
+def _check(table: pd.DataFrame, *columns: str, n_values: tuple[int, ...] = ()) -> dict:
+    """Refuse a table that one figure cannot show; return its "setting" and its "prompts" per benchmark."""
+    needed = (*SETTING, "drafter", "benchmark", "n", "prompts", *columns)
+    if missing := [c for c in needed if c not in table]:
+        raise ValueError(f"the table has no column {missing[0]!r}; it has {', '.join(table.columns)}")
+    for column in SETTING:
+        if len(values := table[column].unique().tolist()) > 1:
+            raise ValueError(f"one figure shows one {column}, the table holds {values}: "
+                             f"select first, e.g. table[table[{column!r}] == {values[0]!r}]")
+    if unknown := set(table["drafter"]) - set(DRAFTER_STYLE):
+        raise ValueError(f"drafter {min(unknown)!r} has no style: add it to DRAFTER_STYLE")
+    cell = ["drafter", "benchmark", "n"]
+    if (twice := table.duplicated(cell)).any():
+        raise ValueError(f"the table holds two rows for {table.loc[twice, cell].iloc[0].to_dict()}: keep one")
+    measured = sorted(set(table.loc[table["drafter"].isin(_drafters(table)), "n"].tolist()))
+    if absent := set(n_values) - set(measured):
+        raise ValueError(f"the table has no rows with n={min(absent)}, only n={measured}")
+    prompts = table.drop_duplicates(["benchmark", "prompts"]).set_index("benchmark")["prompts"]
+    if (mixed := prompts.index.duplicated()).any():
+        raise ValueError(f"benchmark {prompts.index[mixed][0]!r} was run with different numbers of prompts: "
+                         "rerun it so that all drafters answer the same ones")
+    return {"setting": table[list(SETTING)].iloc[0].to_dict(),
+            "prompts": {name: int(prompts[name]) for name in _ordered(prompts.index, BENCHMARK_LABELS)}}
+
+
+def _ordered(values, order: dict) -> list[str]:
+    """The distinct values: those in `order` in its order, the others after them by name."""
+    return [v for v in order if v in set(values)] + sorted(set(values) - set(order))
+
+
+def _drafters(table: pd.DataFrame) -> list[str]:
+    """The drafters that draft; the autoregressive baseline is the line at 1."""
+    drafters = [d for d in _ordered(table["drafter"], DRAFTER_STYLE) if d != "autoregressive"]
+    if not drafters:
+        raise ValueError("the table holds no row of a drafter: sweep one first, or select less")
+    return drafters
+
+
+def _by_benchmark(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """`column` with a row for each (drafter, n), a column for each benchmark, NaN where it was not measured.
+
+    All drafters get all n, so that a line does not run across an n that its drafter lacks.
+    """
+    drafted = table[table["drafter"] != "autoregressive"]
+    n_values = sorted(drafted["n"].unique())
+    cells = pd.MultiIndex.from_product([_drafters(table), n_values], names=["drafter", "n"])
+    values = drafted.pivot(index=cells.names, columns="benchmark", values=column)
+    return values.reindex(index=cells, columns=table["benchmark"].unique())
+
+
+def _sets(table: pd.DataFrame) -> str:
+    """What the mean is over, for an axis label: "6 own sets" are not "6 benchmarks"."""
+    own = {name.startswith("own-") for name in table["benchmark"]}
+    kind = "prompt sets" if len(own) > 1 else "own sets" if own == {True} else "benchmarks"
+    count = table["benchmark"].nunique()
+    return f"{count} {kind.removesuffix('s') if count == 1 else kind}"
+
+
+def _scope(how: dict) -> str:
+    """Benchmarks with their prompt counts and the setting, for a caption."""
+    prompts = ", ".join(f"{name} {count}" for name, count in how["prompts"].items())
+    return "; ".join([f"prompts: {prompts}", *(f"{key} {value}" for key, value in how["setting"].items())])
+
+
+def _lines(ax, data: pd.DataFrame, x: str, y: str) -> None:
+    """A line for each drafter, with a band where the data has one."""
+    for drafter, line in data.groupby("drafter", sort=False):
+        style = DRAFTER_STYLE[drafter]
+        ax.plot(line[x], line[y], **style)
+        if f"{y}_low" in line:
+            band = line[x], line[f"{y}_low"], line[f"{y}_high"]
+            ax.fill_between(*band, color=style["color"], alpha=0.15, linewidth=0)
+            ax.vlines(*band, color=style["color"], alpha=0.4, linewidth=0.8)  # a lone point fills no width
+
+
+def _against_n(data: pd.DataFrame, column: str, label: str, form: str) -> Figure:
+    """One column wide: `column` against n for each drafter, over the autoregressive line at 1."""
+    figure = Figure((COLUMN, 2.4))  # outside pyplot: nothing global to close, no second picture in a notebook
+    ax = figure.subplots()
+    ax.axhline(1, **DRAFTER_STYLE["autoregressive"])
+    _lines(ax, data, "n", column)
+    n = data["n"].unique()
+    ax.set(xlabel="Speculative tokens $n$", ylabel=label, xticks=n, xlim=(min(n) - 0.4, max(n) + 0.4))
+    _mark_values(ax, data, column, form)
+    _legend(figure, ax)
+    return figure
+
+
+def _mark_values(ax, data: pd.DataFrame, column: str, form: str) -> None:
+    """Ring the points at n = 3 and 7 and write their values above them, crowded ones in one stack."""
+    bottom, top = ax.get_ylim()
+    line = 0.065 * (top - bottom)  # height of a line of 6 pt text
+    text_style = {"fontsize": 6, "ha": "center", "va": "center",
+                  "path_effects": [withStroke(linewidth=2, foreground="white")]}
+    for n in MARKED_N:
+        points = data[data["n"] == n].dropna(subset=column).sort_values(column)
+        values, waiting = points[column].tolist(), []
+        for drafter, value, above in zip(points["drafter"], values, [*values[1:], np.inf], strict=False):
+            colour = DRAFTER_STYLE[drafter]["color"]
+            ax.scatter(n, value, s=45, facecolors="none", edgecolors=colour, linewidths=0.7)
+            waiting.append((form.format(value), colour))
+            if above < value + (len(waiting) + 1.5) * line:
+                continue  # no room below the next point
+            for i, (text, colour) in enumerate(waiting):
+                ax.text(n, value + (i + 1.2) * line, text, color=colour, **text_style)
+            top = max(top, value + (len(waiting) + 1) * line)
+            waiting = []
+    ax.set_ylim(bottom, top)
+
+
+def _legend(figure: Figure, ax) -> None:
+    """Above the axes, so that it never covers data."""
+    ncols = 6 if figure.get_figwidth() > COLUMN else 3
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=ncols)
