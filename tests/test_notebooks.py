@@ -1,0 +1,108 @@
+"""The committed notebooks: their form, and each of them run with the parameters of the smoke profile."""
+
+import ast
+import json
+import math
+import re
+
+import pandas as pd
+import pytest
+
+from dspark import notebooks
+from dspark.__main__ import parser
+from dspark.paths import ROOT
+
+NOTEBOOKS = list(notebooks.found().values())
+MACHINE_PATH = re.compile(r"(?<![\w.:/])/(home|root|work|tmp|Users|usr|var|mnt|opt|srv|data)/\w|[A-Z]:\\\\")
+LONGEST_HELPER = 2  # lines: `def` and one statement
+# Columns that a reader's pandas may count on; a drafter that stops at n has no acceptance beyond position n.
+COLUMNS = {
+    "n_sweep.csv": "profile engine target drafter benchmark n temperature concurrency seed prompts "
+    "output_tokens steps drafted accepted tau accept_pos_1 seconds tokens_per_s baseline_tokens_per_s "
+    "speedup mismatches near_ties speedup_low speedup_high",
+}
+MAY_BE_EMPTY = re.compile(r"(accept|cond)_pos_\d")
+
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code_cells(path):
+    return notebooks.cells(path)
+
+
+def test_the_readme_lists_the_notebooks():
+    listed = set(re.findall(r"notebooks/(\d\d_\w+\.ipynb)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert listed and listed == {path.name for path in NOTEBOOKS}
+
+
+@every_notebook
+def test_parameters_are_literals_with_a_comment_each(path):
+    (cell,) = [cell for cell in code_cells(path) if "parameters" in notebooks.tags(cell)]
+    lines = cell["source"].splitlines()
+    assert all(re.fullmatch(r"\w+: [\w |\[\], ]+ = [^=]+  # [^=]+", line) for line in lines), lines
+    assert len(notebooks.declared(path)) == len(lines) and "out" in notebooks.declared(path)
+
+
+@every_notebook
+def test_outputs_belong_to_the_code(path):
+    """Executed once from top to bottom without an error, by the cpu profile, and unchanged since."""
+    metadata = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+    assert metadata["dspark"]["profile"] == "cpu" and "papermill" not in metadata
+    assert metadata["dspark"]["code_hash"] == notebooks.code_hash(path), (
+        f"run it again with --commit: {path.name}"
+    )
+    assert [cell["execution_count"] for cell in code_cells(path)] == list(range(1, len(code_cells(path)) + 1))
+    outputs = [output for cell in code_cells(path) for output in cell["outputs"]]
+    assert outputs and not [output for output in outputs if output["output_type"] == "error"]
+
+
+@every_notebook
+def test_small_and_without_machine_paths(path):
+    assert path.stat().st_size < 1_000_000
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            pictures = [kind for kind in output.get("data", {}) if kind in ("image/png", "image/jpeg")]
+            for kind in pictures:  # base64, in which anything may occur by chance
+                del output["data"][kind]
+    found = MACHINE_PATH.search(json.dumps(notebook, ensure_ascii=False))
+    assert not found, found and found.string[max(found.start() - 80, 0) : found.end() + 80]
+
+
+@every_notebook
+def test_no_definitions_beyond_a_one_line_helper(path):
+    for cell in code_cells(path):
+        for node in ast.walk(ast.parse(cell["source"])):
+            assert not isinstance(node, ast.ClassDef | ast.AsyncFunctionDef), f"move {node.name} into dspark/"
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < LONGEST_HELPER, f"move {node.name}() into dspark/"
+
+
+@every_notebook
+def test_smoke_run_keeps_the_notebooks_promises(path, tmp_path, monkeypatch):
+    """A notebook ends by writing NN_summary.json: {numbers: {...}, tables: [csv...], figures: [file...]}."""
+    monkeypatch.chdir(tmp_path)  # from anywhere
+    number, out = path.name[:2], tmp_path / "out"
+    args = parser().parse_args(["run", "--profile", "smoke", "--only", number, "--out", str(out)])
+    notebooks.check(args)
+    assert notebooks.run(args) == 0
+    summary = json.loads((out / f"{number}_summary.json").read_text(encoding="utf-8"))
+    assert summary["numbers"] and all(map(math.isfinite, flat(summary["numbers"]))), summary["numbers"]
+    assert summary["tables"] and summary["figures"]
+    for name in summary["tables"]:
+        table = pd.read_csv(out / name)
+        assert len(table) and set(COLUMNS.get(name, "").split()) <= set(table.columns), name
+        for column in table.select_dtypes("number"):
+            values = table[column].dropna() if MAY_BE_EMPTY.match(column) else table[column]
+            assert values.map(math.isfinite).all(), f"{name}: {column}"
+    for name in summary["figures"]:
+        assert (out / name).stat().st_size > 1000, name
+
+
+def flat(numbers):
+    """The leaves of nested lists and dicts."""
+    if isinstance(numbers, dict | list):
+        for value in numbers.values() if isinstance(numbers, dict) else numbers:
+            yield from flat(value)
+    else:
+        yield numbers
