@@ -1,0 +1,190 @@
+"""Conversations in, token ids and loss masks out; and the prompts of the benchmarks."""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dspark.paths import PROMPTS
+from dspark.selfwrite import split_of
+from dspark.target import Target
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# name -> (hub dataset, config, split, the row's text, does the usual instruction follow)
+BENCHMARKS = {
+    "GSM8K": ("openai/gsm8k", "main", "test", "question", True),
+    "MATH500": ("HuggingFaceH4/MATH-500", None, "test", "problem", True),
+    "AIME": ("MathArena/aime_2025", None, "train", "problem", True),
+    "HumanEval": ("openai/openai_humaneval", None, "test", "prompt", False),
+    "LiveCodeBench": ("livecodebench/code_generation_lite", None, "test", "question_content", False),
+    "SPEED-Bench Coding": ("nvidia/SPEED-Bench", "qualitative", "test", "turns", False),
+}
+OWN_SETS = ("own-gsm8k", "own-math500", "own-aime", "own-humaneval", "own-livecodebench", "own-speed-coding")
+_FILES = {"AIME": "aime25", "SPEED-Bench Coding": "speed-coding"}  # file names that are not the name in lower case
+
+
+@dataclass(frozen=True)
+class Sample:
+    """token_ids [T]; loss_mask [T] true on the assistant's own tokens, stop token included."""
+
+    token_ids: Tensor
+    loss_mask: Tensor
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows of a JSONL file; an unreadable line is a ValueError that names it."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path.name} line {number} is not JSON ({error}): mend or delete the line") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path.name} line {number} holds a {type(row).__name__}, want an object")
+        rows.append(row)
+    return rows
+
+
+def encode_messages(target: Target, messages: list[dict]) -> Sample:
+    """Chat messages -> Sample. The mask covers what the assistant wrote, up to and including its stop token.
+
+    Each assistant turn is located by rendering the conversation up to it with the target's own chat template; a
+    template that rewrites history (so that the prefix no longer matches) is a ValueError.
+    """
+    if not messages or any(set(m) < {"role", "content"} or not isinstance(m["content"], str) for m in messages):
+        raise ValueError(f"messages must be a list of {{role, content}} with text content, got {messages!r:.80}")
+    render = target.tokenizer.apply_chat_template
+    text = render(messages, tokenize=False)
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = render(messages[:i], tokenize=False, add_generation_prompt=True)
+            after = render(messages[: i + 1], tokenize=False)
+            if not text.startswith(before) or not text.startswith(after):
+                raise ValueError(f"{target.name}'s chat template rewrites turn {i}: train on single-turn conversations")
+            spans.append((len(before), len(after)))
+    encoded = target.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    ids, mask = encoded["input_ids"], []
+    stopped = None  # the span whose stop token has been seen: template text after it is not the assistant's
+    for token, (begin, _) in zip(ids, encoded["offset_mapping"], strict=True):
+        span = next((s for s in spans if s[0] <= begin < s[1]), None)
+        mask.append(span is not None and span != stopped)
+        if span is not None and token in target.eos_token_ids:
+            stopped = span
+    return Sample(torch.tensor(ids), torch.tensor(mask))
+
+
+def load_samples(path: Path, target: Target, split: str | None = "train", max_length: int = 2048) -> list[Sample]:
+    """Conversations of a JSONL file as Samples, cut to max_length tokens.
+
+    Rows that the target wrote carry their own ids and must name this target (off-policy data would train quietly and
+    draft badly). Other rows hold `messages` and go through the chat template; their split is by prompt hash.
+    """
+    samples = []
+    for number, row in enumerate(read_jsonl(path), 1):
+        if "messages" not in row:
+            raise ValueError(f"{path.name} row {number} has no 'messages': give chat messages, one conversation a line")
+        if row.get("target", target.name) != target.name:
+            raise ValueError(f"{path.name} row {number} was written by {row['target']!r}, not by {target.name!r}")
+        prompt = next((m["content"] for m in row["messages"] if m["role"] == "user"), "")
+        if split is not None and row.get("split", split_of(prompt)) != split:
+            continue
+        if "response_ids" in row:
+            ids = torch.tensor(row["prompt_ids"] + row["response_ids"])
+            sample = Sample(ids, torch.arange(len(ids)) >= len(row["prompt_ids"]))
+        else:
+            sample = encode_messages(target, row["messages"])
+        samples.append(Sample(sample.token_ids[:max_length], sample.loss_mask[:max_length]))
+    if not samples:
+        raise ValueError(f"{path.name} holds no conversation of split {split!r}")
+    return samples
+
+
+def heldout_prompts(path: Path) -> list[str]:
+    """User texts of the held-out split, in file order."""
+    rows = read_jsonl(path)
+    prompts = [next((m["content"] for m in row["messages"] if m["role"] == "user"), "") for row in rows]
+    return [
+        prompt for row, prompt in zip(rows, prompts, strict=True) if row.get("split", split_of(prompt)) == "heldout"
+    ]
+
+
+def frequent_ids(samples: list[Sample], size: int, always: frozenset[int] = frozenset()) -> Tensor:
+    """The `size` most frequent ids of the responses (ties and gaps by id), rising: the draft vocabulary [D]."""
+    counts = Counter()
+    for sample in samples:
+        counts.update(sample.token_ids[sample.loss_mask].tolist())
+    order = sorted(always) + [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    kept = dict.fromkeys(order[:size] if len(order) >= size else order)
+    filler = (token for token in range(10**9) if token not in kept)
+    while len(kept) < size:
+        kept[next(filler)] = None
+    return torch.tensor(sorted(list(kept)[:size]))
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts of one benchmark, with what is needed to say later exactly which they were."""
+
+    benchmark: str
+    prompts: tuple[str, ...]
+    source: str  # "own", a folder's file name, or hub dataset@revision
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()[:16]
+
+
+def load_prompts(benchmark: str, count: int, folder: Path | None = None, revision: str | None = None) -> PromptSet:
+    """The first `count` prompts of an own set, of a file in `folder` (JSONL rows with `turns`), or of the hub."""
+    if benchmark in OWN_SETS:
+        return _from_file(benchmark, PROMPTS / f"{benchmark}.jsonl", count, "own")
+    if benchmark not in BENCHMARKS:
+        raise ValueError(f"benchmark {benchmark!r} is unknown: one of {', '.join((*OWN_SETS, *BENCHMARKS))}")
+    if folder is not None:
+        path = Path(folder) / f"{_FILES.get(benchmark, benchmark.lower().replace(' ', '-'))}.jsonl"
+        if not path.exists():
+            raise FileNotFoundError(f"{benchmark}: no {path.name} in the benchmark folder")
+        return _from_file(benchmark, path, count, path.name)
+    return _from_hub(benchmark, count, revision)
+
+
+def _from_file(benchmark: str, path: Path, count: int, source: str) -> PromptSet:
+    rows = read_jsonl(path)
+    bad = next((i for i, row in enumerate(rows, 1) if not _is_turns(row.get("turns"))), None)
+    if bad:
+        raise ValueError(f"{path.name} row {bad}: 'turns' must be a non-empty list of texts")
+    return PromptSet(benchmark, tuple(row["turns"][0] for row in rows[:count]), source)
+
+
+def _is_turns(turns) -> bool:
+    return isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) for turn in turns)
+
+
+def _from_hub(benchmark: str, count: int, revision: str | None) -> PromptSet:
+    from datasets import load_dataset
+    from huggingface_hub import HfApi
+
+    name, config, split, field, boxed = BENCHMARKS[benchmark]
+    try:
+        resolved = HfApi().dataset_info(name, revision=revision).sha
+        if benchmark == "LiveCodeBench":  # a script dataset: read its files directly
+            rows = load_dataset("json", data_files=f"hf://datasets/{name}@{resolved}/test*.jsonl", split="train")
+        else:
+            rows = load_dataset(name, config, split=split, revision=resolved)
+    except Exception as error:  # the hub's client raises many kinds; all mean the same to the user
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OSError(f"{benchmark}: {name} is not reachable on the hub ({reason}); use --benchmarks DIR") from error
+    if benchmark == "SPEED-Bench Coding":
+        rows = rows.filter(lambda row: row["category"] == "coding")
+    texts = (row[field][0] if field == "turns" else row[field] for row in rows.select(range(min(count, len(rows)))))
+    return PromptSet(benchmark, tuple(text + BOXED if boxed else text for text in texts), f"{name}@{resolved}")

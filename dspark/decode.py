@@ -1,0 +1,190 @@
+"""Speculative decoding for one request: draft, verify, accept. The output is the target's, whatever the drafter says.
+
+p is the target's distribution, q the drafter's. n = 0 is the autoregressive baseline of the same engine.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dspark.drafter import DSparkDrafter
+from dspark.target import Target
+
+
+class Step(NamedTuple):
+    """One verification step. emitted: the accepted drafts, then the target's own token, cut at a stop token or at
+    max_new_tokens. The first step of an answer is the prefill: nothing drafted, one token emitted."""
+
+    drafts: list[int]  # target ids, those sent to verification
+    accepted: int  # 0..len(drafts), before any cut
+    emitted: list[int]
+    confidence: list[float] | None
+
+
+@dataclass
+class Answer:
+    """tokens: emitted ids, stop token included. steps counts verifications, not the prefill; accepted[s] drafts kept
+    at step s of drafted[s]; seconds: wall time from prompt to last token."""
+
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def tau(self) -> float:
+        """Accepted length, bonus token included: 1 + accepted drafts a step."""
+        return pooled_tau([self])
+
+
+def pooled_tau(answers: Iterable[Answer]) -> float:
+    """tau of a corpus: all tokens over all steps, never a mean of means. NaN without a step."""
+    answers = list(answers)
+    steps = sum(answer.steps for answer in answers)
+    return 1 + sum(sum(answer.accepted) for answer in answers) / steps if steps else float("nan")
+
+
+def verify_greedy(logits: Tensor, drafts: Tensor) -> tuple[int, int]:
+    """logits [n+1, V] of the target after the anchor and each draft, drafts [n] -> (accepted, the target's next)."""
+    choice = logits.argmax(-1)
+    accepted = int((choice[:-1] == drafts).int().cumprod(0).sum())
+    return accepted, int(choice[accepted])
+
+
+def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, generator=None) -> tuple[int, int]:
+    """Rejection sampling (Leviathan et al., arXiv 2211.17192): p [n+1, V], q [n, V], drafts [n] drawn from q.
+
+    Accept draft k with min(1, p/q); at the first rejection draw from norm(max(p - q, 0)), else from p's last row.
+    The emitted tokens are distributed as p, provided that q is what the drafts were really drawn from.
+    """
+    n = len(drafts)
+    ratio = p[:n].gather(1, drafts[:, None])[:, 0] / q.gather(1, drafts[:, None])[:, 0]
+    uniform = torch.rand(n, generator=generator, device=p.device)
+    accepted = int((uniform < ratio).int().cumprod(0).sum())
+    weights = p[accepted] if accepted == n else (p[accepted] - q[accepted]).clamp_min(0)
+    if float(weights.sum()) <= 0:  # p == q up to rounding: a rejection has probability zero, p itself is the answer
+        weights = p[accepted]
+    return accepted, int(torch.multinomial(weights, 1, generator=generator))
+
+
+def confident_prefix(confidence: Tensor, threshold: float) -> int:
+    """How many drafts to verify: the longest prefix whose survival (product of confidences) is >= threshold.
+
+    c_k looks at the tokens before draft k only, so the choice never depends on a token that it admits: lossless.
+    """
+    return int((confidence.cumprod(0) >= threshold).int().cumprod(0).sum())
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    drafter: DSparkDrafter | None,
+    prompt: list[int],
+    n: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    threshold: float = 0.0,
+    seed: int = 0,
+    stop_token_ids: frozenset[int] | None = None,
+) -> Iterator[Step]:
+    """Answer `prompt` with n drafts a step, yielding each Step as it is verified; n = 0 decodes without a drafter."""
+    if n and drafter is None:
+        raise ValueError(f"num_speculative_tokens = {n} needs a drafter; n = 0 is the autoregressive baseline")
+    if not prompt:
+        raise ValueError("the prompt holds no token: give at least one")
+    if threshold > 0 and n and drafter.confidence_head is None:
+        raise ValueError(f"threshold = {threshold} needs a drafter with a confidence head")
+    stop = target.eos_token_ids if stop_token_ids is None else stop_token_ids
+    generator = torch.Generator(target.device).manual_seed(seed)
+    cache = target.new_cache(1, len(prompt) + max_new_tokens + n + 1)
+    out = target.forward(torch.tensor([prompt], device=target.device), cache, 0)
+    anchor = _pick(target.logits(out.hidden[0, -1:]), temperature, generator)
+    context = None
+    if n:
+        context = drafter.new_cache(len(prompt) + max_new_tokens + n + 1)
+        drafter.extend(context, out.features[0])
+    length = len(prompt)  # committed tokens before the anchor
+    budget = max_new_tokens
+    step = Step([], 0, [int(anchor)][:budget], None)
+    while True:
+        emitted = _cut(step.emitted, stop, budget)
+        budget -= len(emitted)
+        yield step._replace(emitted=emitted)
+        if budget <= 0 or emitted[-1] in stop:
+            return
+        step, features = _step(target, drafter, anchor, cache, context, length, n, temperature, threshold, generator)
+        if context is not None:
+            drafter.extend(context, features)
+        length += step.accepted + 1
+        anchor = anchor.new_tensor([step.emitted[-1]])
+
+
+def _step(target, drafter, anchor, cache, context, length, n, temperature, threshold, generator):
+    """One draft-verify-accept cycle: (the Step, target features [accepted + 1, m*H] of what it committed)."""
+    drafts, q, confidence = anchor[:0], None, None
+    if n:
+        drafts, q, confidence = drafter.draft(anchor, context, n, temperature, generator)
+        if threshold > 0:
+            drafts = drafts[: confident_prefix(confidence, threshold)]
+    out = target.forward(torch.cat([anchor, drafts])[None], cache, length)
+    logits = target.logits(out.hidden[0])
+    if temperature > 0:
+        p = (logits.float() / temperature).softmax(-1)
+        accepted, following = verify_sampled(p, _in_target_ids(q, len(drafts), drafter, p), drafts, generator)
+    else:
+        accepted, following = verify_greedy(logits, drafts)
+    drafts = drafts.tolist()
+    confidence = None if confidence is None else confidence[: len(drafts)].tolist()
+    features = None if out.features is None else out.features[0, : accepted + 1]
+    return Step(drafts, accepted, [*drafts[:accepted], following], confidence), features
+
+
+def _in_target_ids(q: Tensor | None, n: int, drafter, p: Tensor) -> Tensor:
+    """q [n, D] in the draft vocabulary -> [n, V]; ids outside the draft vocabulary have q = 0."""
+    wide = torch.zeros_like(p[:n])
+    if n:
+        ids = drafter.to_target_ids(torch.arange(q.shape[1], device=q.device))
+        wide[:, ids] = q[:n]
+    return wide
+
+
+def _pick(logits: Tensor, temperature: float, generator) -> Tensor:
+    if temperature > 0:
+        return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    return logits.argmax(-1)
+
+
+def _cut(tokens: list[int], stop: frozenset[int], budget: int) -> list[int]:
+    """Nothing after a stop token, nothing beyond the budget."""
+    for i, token in enumerate(tokens):
+        if token in stop:
+            return tokens[: min(i + 1, budget)]
+    return tokens[:budget]
+
+
+def answer(target: Target, drafter, prompt: list[int], n: int, max_new_tokens: int, **options) -> Answer:
+    """Run `decode` to its end and count. Options are those of `decode`."""
+    result, first = Answer(), True
+    begun = time.perf_counter()
+    for step in decode(target, drafter, prompt, n, max_new_tokens, **options):
+        result.tokens += step.emitted
+        if not first:
+            result.drafted.append(len(step.drafts))
+            result.accepted.append(step.accepted)
+        first = False
+    result.seconds = time.perf_counter() - begun
+    return result
+
+
+def heldout_tau(target: Target, drafter, prompts: list[str], n: int, max_new_tokens: int = 64) -> float:
+    """Greedy accepted length of real decoding, pooled over prompts (user texts)."""
+    chats = [target.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return pooled_tau(answer(target, drafter, chat, n, max_new_tokens) for chat in chats)

@@ -1,0 +1,243 @@
+"""The DSpark drafter: a DFlash backbone fed with the target's hidden states, a Markov head, a confidence head.
+
+Two ways in, one arithmetic: `block_hidden` drafts every anchored block of a packed training row at once, `draft`
+drafts one block while decoding from a cache of committed context. Same block, same logits (tested).
+
+Shapes: T context tokens, A blocks, L slots fed, n drafts, H hidden, m taps, V target and D draft vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.config import DSparkConfig
+from dspark.heads import ConfidenceHead, MarkovHead
+from dspark.kernels import block_attention
+from dspark.target import rotate
+
+
+class Draft(NamedTuple):
+    """tokens [n] target ids; q [n, D] draft probabilities (None when greedy); confidence [n] or None."""
+
+    tokens: Tensor
+    q: Tensor | None
+    confidence: Tensor | None
+
+
+class ContextCache:
+    """Keys and values of the committed context, [capacity, Hkv, d] a draft layer. Rejected tokens never enter it."""
+
+    def __init__(self, config: DSparkConfig, capacity: int, dtype, device):
+        shape = (config.num_hidden_layers, capacity, config.num_key_value_heads, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.length = 0
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from H_ctx (KV injection, DFlash) and from the block itself."""
+
+    def __init__(self, config: DSparkConfig, layer: int):
+        super().__init__()
+        hidden, d = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, d
+        self.q_proj = nn.Linear(hidden, self.heads * d, bias=False)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * d, bias=False)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * d, bias=False)
+        self.o_proj = nn.Linear(self.heads * d, hidden, bias=False)
+        self.q_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
+        self.causal = config.is_causal
+        self.window = config.sliding_window if layer in config.sliding_layers else None
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., H] with cos, sin [..., 1, d] -> k, v [..., Hkv, d]."""
+        shape = (*x.shape[:-1], self.kv_heads, self.head_dim)
+        v = self.v_proj(x).view(shape)
+        return rotate(self.k_norm(self.k_proj(x).view(shape)), cos, sin).to(v.dtype), v
+
+    def forward(self, x, cos, sin, context_k, context_v, anchors, starts):
+        """x [A, L, H], context_k and context_v [T, Hkv, d], anchors and starts [A] rows of the context -> [A, L, H]."""
+        A, L, _ = x.shape
+        q = rotate(self.q_norm(self.q_proj(x).view(A, L, self.heads, self.head_dim)), cos, sin)
+        k, v = self.keys_values(x, cos, sin)
+        out = block_attention(
+            q.to(v.dtype), context_k, context_v, k, v, anchors, starts, causal=self.causal, window=self.window
+        )
+        return self.o_proj(out.reshape(A, L, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A Qwen3 decoder layer whose attention also reads the injected context."""
+
+    def __init__(self, config: DSparkConfig, layer: int):
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x, cos, sin, context_k, context_v, anchors, starts):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context_k, context_v, anchors, starts)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DSparkDrafter(nn.Module):
+    """Parameters carry the public checkpoints' names (design: native `Qwen3DSparkModel`).
+
+    Embedding and LM head are the target's own rows and frozen. With a pruned draft vocabulary `d2t` [D] holds OFFSETS
+    (target id = draft id + d2t[draft id]) and `t2d` [V] marks the kept ids.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size_out, bias=False)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.register_buffer("d2t", None)
+        self.register_buffer("t2d", None)
+        if config.draft_vocab_size is not None:
+            self.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.long)
+            self.t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.lm_head.weight.requires_grad_(False)
+        for linear in (module for module in (self.fc, *self.layers.modules()) if isinstance(module, nn.Linear)):
+            nn.init.normal_(linear.weight, std=0.02)
+
+    def adopt_target(self, embed_tokens: Tensor, lm_head: Tensor, draft_ids: Tensor | None = None) -> "DSparkDrafter":
+        """Take the target's embedding [V, H] and LM head [V, H] (the rows `draft_ids` [D] of it, rising, if pruned)."""
+        self.embed_tokens.weight.data = embed_tokens
+        if draft_ids is not None:
+            self.d2t, self.t2d = vocabulary_maps(draft_ids, self.config.vocab_size)
+            lm_head = lm_head[draft_ids]
+        if lm_head.shape != self.lm_head.weight.shape:
+            raise ValueError(
+                f"LM head is {tuple(lm_head.shape)}, this drafter wants {tuple(self.lm_head.weight.shape)}"
+            )
+        self.lm_head.weight.data = lm_head.clone()
+        return self
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    def to_draft_ids(self, target_ids: Tensor) -> Tensor:
+        """-1 where the token is outside the draft vocabulary."""
+        if self.t2d is None:
+            return target_ids
+        draft_ids = self.t2d.cumsum(0)[target_ids] - 1
+        return torch.where(self.t2d[target_ids], draft_ids, -1)
+
+    # the backbone
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [...] (absolute) -> cos, sin [..., 1, d], float32."""
+        d = self.config.head_dim
+        exponents = torch.arange(0, d, 2, dtype=torch.float32, device=positions.device) / d
+        angles = positions[..., None].float() * self.config.rope_theta**-exponents
+        angles = torch.cat([angles, angles], -1)[..., None, :]
+        return angles.cos(), angles.sin()
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Target features [T, m*H] at positions [T] -> each layer's context keys and values [T, Hkv, d]."""
+        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))  # H_ctx
+        cos, sin = self._rotary(positions)
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
+
+    def _blocks(self, anchor_tokens: Tensor, length: int) -> Tensor:
+        """Anchor and masks: [A] -> [A, length]."""
+        blocks = anchor_tokens.new_full((len(anchor_tokens), length), self.config.mask_token_id)
+        blocks[:, 0] = anchor_tokens
+        return blocks
+
+    def _backbone(self, anchor_tokens, anchor_positions, length, context, anchors, starts) -> Tensor:
+        """Hidden states of the slots that predict, after the final norm: [A, n, H]."""
+        positions = anchor_positions[:, None] + torch.arange(length, device=anchor_positions.device)
+        cos, sin = self._rotary(positions)
+        x = self.embed_tokens(self._blocks(anchor_tokens, length)).to(self.fc.weight.dtype)
+        for layer, (keys, values) in zip(self.layers, context, strict=True):
+            x = layer(x, cos, sin, keys, values, anchors, starts)
+        x = self.norm(x)
+        return x if self.config.sample_from_anchor else x[:, 1:]
+
+    def block_hidden(self, features, positions, tokens, anchors, starts, num_speculative_tokens: int) -> Tensor:
+        """Training: draft all anchored blocks of one packed row.
+
+        features [T, m*H], positions [T] (restarting with each document), tokens [T], anchors [A] rows of the row,
+        starts [A] first row of each anchor's document; blocks of one document adjacent. Returns [A, n, H]; slot j
+        predicts the token at anchor + 1 + j. A block sees no feature at or after its own anchor.
+        """
+        length = self.config.block_length(num_speculative_tokens)
+        context = self.context_keys_values(features, positions)
+        return self._backbone(tokens[anchors], positions[anchors], length, context, anchors, starts)
+
+    # decoding
+
+    def new_cache(self, capacity: int) -> ContextCache:
+        weight = self.fc.weight
+        return ContextCache(self.config, capacity, weight.dtype, weight.device)
+
+    def extend(self, cache: ContextCache, features: Tensor) -> None:
+        """Append committed tokens' target features [S, m*H] to the context."""
+        end = cache.length + features.shape[0]
+        positions = torch.arange(cache.length, end, device=features.device)
+        pairs = self.context_keys_values(features, positions)
+        for index, (keys, values) in enumerate(pairs):
+            cache.k[index, cache.length : end] = keys
+            cache.v[index, cache.length : end] = values
+        cache.length = end
+
+    def draft(self, anchor: Tensor, cache: ContextCache, n: int, temperature=0.0, generator=None) -> Draft:
+        """Draft n tokens after the anchor token [1], whose position is cache.length (context covers all before it)."""
+        length = self.config.block_length(n)
+        at = anchor.new_tensor([cache.length])
+        context = [(k[: cache.length], v[: cache.length]) for k, v in zip(cache.k, cache.v, strict=True)]
+        hidden = self._backbone(anchor, at, length, context, at, torch.zeros_like(at))[0]  # [n, H]
+        base = self.lm_head(hidden)  # U [n, D]
+        state = self.markov_head.initial_state(1) if self.markov_head else None
+        previous, tokens, probabilities, embeddings = anchor, [], [], []
+        for k in range(n):
+            logits = base[k : k + 1].float()
+            if self.markov_head:
+                m, state = self.markov_head.step(previous, hidden[k : k + 1], state)
+                embeddings.append(self.markov_head.markov_w1(previous))
+                logits = logits + self.markov_head.bias(m).float()
+            if temperature > 0:
+                probabilities.append((logits / temperature).softmax(-1))
+                choice = torch.multinomial(probabilities[-1], 1, generator=generator)[:, 0]
+            else:
+                choice = logits.argmax(-1)
+            previous = self.to_target_ids(choice)
+            tokens.append(previous)
+        confidence = None
+        if self.confidence_head:
+            w1 = torch.cat(embeddings) if embeddings else None
+            confidence = torch.sigmoid(self.confidence_head(hidden, w1))
+        return Draft(torch.cat(tokens), torch.cat(probabilities) if probabilities else None, confidence)
+
+
+def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Kept target ids [D], rising -> d2t [D] offsets and t2d [V] mask."""
+    if not bool((draft_ids[1:] > draft_ids[:-1]).all()) or int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= vocab_size:
+        raise ValueError(f"draft vocabulary ids must rise strictly within 0..{vocab_size - 1}")
+    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=draft_ids.device)
+    t2d[draft_ids] = True
+    return draft_ids - torch.arange(len(draft_ids), device=draft_ids.device), t2d

@@ -1,0 +1,296 @@
+"""The n-sweep: drafter x benchmark x n on one target, losslessness checked, into one tidy table.
+
+Prompt by prompt, the autoregressive baseline (n = 0) and every drafter and n run one after the other, so that a slow
+minute of the machine slows all of them. Each measured cell keeps the baseline that ran beside it; `records.jsonl`
+holds them, and a rerun measures only what is missing.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from dspark import __version__, checkpoint
+from dspark.data import OWN_SETS, load_prompts, read_jsonl
+from dspark.decode import answer
+from dspark.paths import DATA, ROOT
+from dspark.target import EMBEDDED, Target
+
+MAX_POSITIONS = 8  # accept_pos columns
+# A difference is a near-tie if the two tokens' target logits are closer than this share of the top logit's size.
+NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-6}
+COMMITTED_DRAFTER = DATA / "drafters" / "smollm2-135m-dspark"
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    profile: str
+    target: str = EMBEDDED
+    drafters: dict[str, str] = field(default_factory=lambda: {"dspark": str(COMMITTED_DRAFTER)})  # name -> folder
+    benchmarks: tuple[str, ...] = OWN_SETS
+    prompts: int = 8  # a benchmark
+    n_values: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    dtype: str = "bfloat16"
+    seed: int = 0
+    benchmark_folder: str = ""  # JSONL files instead of the hub
+    revision: str = ""  # of the hub datasets; empty: newest, and the resolved one is recorded
+
+    def __post_init__(self):
+        if self.dtype not in NEAR_TIE:
+            raise ValueError(f"dtype = {self.dtype!r}: one of {sorted(NEAR_TIE)}")
+        if self.prompts < 1 or self.max_new_tokens < 2 or not self.n_values or min(self.n_values) < 1:
+            raise ValueError("prompts must be >= 1, max_new_tokens >= 2 and n_values >= 1")
+
+    def cell(self, drafter: str, benchmark: str, n: int) -> dict:
+        """The key of a table row (design: profile, engine, target, drafter, benchmark, n, ...)."""
+        return {
+            "profile": self.profile, "engine": "dspark", "target": self.target, "drafter": drafter,
+            "benchmark": benchmark, "n": n, "temperature": self.temperature, "concurrency": 1, "seed": self.seed,
+            "dtype": self.dtype,
+        }  # fmt: skip
+
+
+def sweep(config: SweepConfig, out: Path) -> pd.DataFrame:
+    """Run or resume the sweep in `out`; returns the table and leaves out/n_sweep.{csv,json}."""
+    started, clock = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    folder = Path(config.benchmark_folder) if config.benchmark_folder else None
+    sets = [load_prompts(name, config.prompts, folder, config.revision or None) for name in config.benchmarks]
+    path = out / "records.jsonl"
+    records = _read_records(path, config, {s.benchmark: s.hash for s in sets})
+    done = {(r["drafter"], r["benchmark"], r["n"], r["prompt"]) for r in records}
+    wanted = [(d, n) for d in config.drafters for n in config.n_values]
+    units = [(s, i) for s in sets for i in range(len(s.prompts))]
+    missing = {(s.benchmark, i): [(d, n) for d, n in wanted if (d, s.benchmark, n, i) not in done] for s, i in units}
+    left = sum(map(len, missing.values()))
+    if left:
+        target, drafters = _load(config)
+        _warm_up(target, drafters)
+        with tqdm(total=left, desc=f"sweep {config.profile}", unit="cell") as bar, path.open("a") as file:
+            for prompts, i in units:
+                cells = missing[prompts.benchmark, i]
+                for record in _measure(target, drafters, prompts, i, cells, config):
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                    records.append(record)
+                    bar.update()
+    table = tabulate(records, config)
+    table.to_csv(out / "n_sweep.csv", index=False)
+    meta = run_metadata(config, started, time.perf_counter() - clock)
+    meta["prompt_sets"] = {s.benchmark: {"source": s.source, "hash": s.hash, "prompts": len(s.prompts)} for s in sets}
+    (out / "n_sweep.json").write_text(json.dumps(meta, indent=2) + "\n")
+    return table
+
+
+def _load(config: SweepConfig):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, config.dtype)
+    target = Target.load(config.target, dtype, device)
+    drafters = {name: checkpoint.load(Path(folder), target) for name, folder in config.drafters.items()}
+    taps = {drafter.config.target_layer_ids for drafter in drafters.values()}
+    if len(taps) > 1:
+        raise ValueError(f"drafters of one sweep must tap the same target layers, these tap {sorted(taps)}")
+    target.layer_ids = taps.pop()
+    for drafter in drafters.values():
+        for n in config.n_values:
+            drafter.config.block_length(n)  # raises where n is too large
+    return target, drafters
+
+
+def _warm_up(target, drafters) -> None:
+    chat = target.encode_chat([{"role": "user", "content": "Say hello."}])
+    answer(target, None, chat, 0, 8)
+    for drafter in drafters.values():
+        answer(target, drafter, chat, 2, 8)
+
+
+def _measure(target, drafters, prompts, i: int, cells, config: SweepConfig):
+    """Yield one record a missing cell of prompt i, each with the baseline that ran in the same minute."""
+    if not cells:
+        return
+    chat = target.encode_chat([{"role": "user", "content": prompts.prompts[i]}])
+    options = {"temperature": config.temperature, "seed": config.seed + i}
+    target_taps, target.layer_ids = target.layer_ids, ()  # the baseline pays for no hidden state
+    plain = answer(target, None, chat, 0, config.max_new_tokens, **options)
+    target.layer_ids = target_taps
+    for drafter, n in cells:
+        got = answer(target, drafters[drafter], chat, n, config.max_new_tokens, **options)
+        differs = config.temperature == 0 and got.tokens != plain.tokens
+        yield {
+            **config.cell(drafter, prompts.benchmark, n), "prompt": i, "prompt_set": prompts.hash,
+            "max_new_tokens": config.max_new_tokens, "output_tokens": len(got.tokens), "seconds": got.seconds,
+            "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs,
+            "near_tie": differs and is_near_tie(target, chat, plain.tokens, got.tokens, NEAR_TIE[config.dtype]),
+            "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
+        }  # fmt: skip
+
+
+def is_near_tie(target: Target, prompt: list[int], plain: list[int], got: list[int], tolerance: float) -> bool:
+    """Do the outputs part where the target itself can hardly choose? Compares its logits of the two tokens there."""
+    at = next((k for k, (a, b) in enumerate(zip(plain, got, strict=False)) if a != b), None)
+    if at is None:
+        return False  # one is a prefix of the other: no rounding explains that
+    prefix = prompt + plain[:at]
+    hidden = target.forward(torch.tensor([prefix], device=target.device), target.new_cache(1, len(prefix)), 0).hidden
+    logits = target.logits(hidden[0, -1]).float()
+    return bool((logits[plain[at]] - logits[got[at]]).abs() <= tolerance * logits.abs().max())
+
+
+def _read_records(path: Path, config: SweepConfig, hashes: dict[str, str]) -> list[dict]:
+    """Finished records of this configuration; a line cut by a kill is dropped, other prompts or settings refused."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    if not text.endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1])
+    records = read_jsonl(path)
+    for record in records:
+        mine = config.cell(record["drafter"], record["benchmark"], record["n"]) | {
+            "max_new_tokens": config.max_new_tokens
+        }
+        other = {name for name, value in mine.items() if record[name] != value}
+        if record["prompt_set"] != hashes.get(record["benchmark"], record["prompt_set"]):
+            other.add("prompts")
+        if other:
+            raise ValueError(
+                f"{path.parent.name}/{path.name} holds another run (differs in {sorted(other)}): use another --out"
+            )
+    asked = (set(config.drafters), set(config.benchmarks), set(config.n_values))
+    return [r for r in records if r["drafter"] in asked[0] and r["benchmark"] in asked[1] and r["n"] in asked[2]]
+
+
+def tabulate(records: list[dict], config: SweepConfig) -> pd.DataFrame:
+    """One row a (drafter, benchmark, n), and one autoregressive row a benchmark (n = 0), as design section 8 says."""
+    rows = []
+    for benchmark in config.benchmarks:
+        of_set = [r for r in records if r["benchmark"] == benchmark]
+        first = {r["prompt"]: r for r in reversed(of_set)}
+        if first:
+            rows.append(_baseline_row(list(first.values()), config.cell("autoregressive", benchmark, 0)))
+        for drafter in config.drafters:
+            for n in config.n_values:
+                cell = [r for r in of_set if r["drafter"] == drafter and r["n"] == n]
+                if cell:
+                    rows.append(_row(cell, config.cell(drafter, benchmark, n)))
+    return pd.DataFrame(rows)
+
+
+def _baseline_row(records: list[dict], key: dict) -> dict:
+    tokens, seconds = (sum(r[f"baseline_{name}"] for r in records) for name in ("tokens", "seconds"))
+    speed = tokens / seconds
+    return key | {
+        "prompts": len(records), "output_tokens": tokens, "steps": tokens - len(records), "drafted": 0, "accepted": 0,
+        "tau": 1.0, **{f"accept_pos_{k}": math.nan for k in range(1, MAX_POSITIONS + 1)}, "seconds": round(seconds, 3),
+        "tokens_per_s": round(speed, 3), "baseline_tokens_per_s": round(speed, 3), "speedup": 1.0, "speedup_low": 1.0,
+        "speedup_high": 1.0, "mismatches": 0, "near_ties": 0,
+    }  # fmt: skip
+
+
+def _row(records: list[dict], key: dict) -> dict:
+    accepted = np.array([a for r in records for a in r["accepted"]])
+    steps, n = len(accepted), key["n"]
+    positions = {
+        f"accept_pos_{k}": float((accepted >= k).mean()) if k <= n and steps else math.nan
+        for k in range(1, MAX_POSITIONS + 1)
+    }
+    tau = 1 + accepted.sum() / steps if steps else math.nan
+    if steps and abs(tau - 1 - sum(p for p in positions.values() if not math.isnan(p))) > 1e-6:
+        raise AssertionError(f"tau {tau} is not 1 + the sum of the acceptance per position: {key}")
+    seconds, tokens = sum(r["seconds"] for r in records), sum(r["output_tokens"] for r in records)
+    low, high = bootstrap_speedup(records, key["seed"])
+    baseline = sum(r["baseline_tokens"] for r in records) / sum(r["baseline_seconds"] for r in records)
+    return key | {
+        "prompts": len(records), "output_tokens": tokens, "steps": steps,
+        "drafted": sum(sum(r["drafted"]) for r in records), "accepted": int(accepted.sum()), "tau": tau, **positions,
+        "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 3),
+        "baseline_tokens_per_s": round(baseline, 3), "speedup": tokens / seconds / baseline, "speedup_low": low,
+        "speedup_high": high, "mismatches": sum(r["mismatch"] for r in records),
+        "near_ties": sum(r["near_tie"] for r in records),
+    }  # fmt: skip
+
+
+def bootstrap_speedup(records: list[dict], seed: int, draws: int = 2000) -> tuple[float, float]:
+    """95% percentile interval of the speedup, resampling prompts (never tokens)."""
+    columns = ("output_tokens", "seconds", "baseline_tokens", "baseline_seconds")
+    data = np.array([[r[c] for c in columns] for r in records], dtype=float)  # [prompts, 4]
+    picks = np.random.default_rng(seed).integers(len(data), size=(draws, len(data)))
+    tokens, seconds, base_tokens, base_seconds = data[picks].sum(1).T
+    low, high = np.percentile(tokens / seconds / (base_tokens / base_seconds), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def mean_speedup(table: pd.DataFrame, drafter: str = "dspark") -> pd.Series:
+    """Plain unweighted mean over benchmarks, by n."""
+    return table[table.drafter == drafter].groupby("n").speedup.mean()
+
+
+def run_metadata(config, started: str, wall_seconds: float) -> dict:
+    """What a reader needs to judge a table: versions, commit, machine, settings; nothing that names a path."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    settings = dataclasses.asdict(config)
+    settings["drafters"] = {name: Path(folder).name for name, folder in config.drafters.items()}
+    settings["benchmark_folder"] = Path(config.benchmark_folder).name
+    return {
+        "dspark": __version__,
+        "commit": commit or None,
+        "clean_tree": not status if commit else None,
+        "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "pandas")},
+        "python": platform.python_version(),
+        "hardware": hardware(),
+        "threads": torch.get_num_threads(),
+        "started": started,
+        "wall_seconds": round(wall_seconds, 1),
+        "settings": settings,
+    }
+
+
+def hardware() -> str:
+    """GPU name, or processor name and core count."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="dspark sweep", description=__doc__.splitlines()[0])
+    parser.add_argument("--profile", default="custom", help="name written into the table")
+    parser.add_argument("--target", default=EMBEDDED)
+    parser.add_argument("--drafter", nargs="+", default=[f"dspark={COMMITTED_DRAFTER}"], metavar="NAME=FOLDER")
+    parser.add_argument("--benchmark", nargs="+", default=list(OWN_SETS), help="own sets or hub benchmarks")
+    parser.add_argument("--benchmarks", default="", metavar="DIR", help="folder of JSONL benchmark files with `turns`")
+    parser.add_argument("--prompts", type=int, default=8, help="a benchmark")
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7], help="drafts a step")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(NEAR_TIE))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    config = SweepConfig(
+        args.profile, args.target, dict(item.split("=", 1) for item in args.drafter), tuple(args.benchmark),
+        args.prompts, tuple(args.n), args.max_new_tokens, args.temperature, args.dtype, args.seed, args.benchmarks,
+    )  # fmt: skip
+    table = sweep(config, args.out)
+    columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]
+    print(table[columns].round(3).to_string(index=False))

@@ -1,0 +1,98 @@
+"""Where training reads the target's hidden states: the local source computes them once and keeps them on disk."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.data import Sample
+from dspark.target import Target
+
+
+class PackedRow(NamedTuple):
+    """Documents packed into one row of T tokens. starts [T]: first row of each token's document."""
+
+    tokens: Tensor  # [T]
+    loss_mask: Tensor  # [T]
+    positions: Tensor  # [T], restarting with each document
+    starts: Tensor  # [T]
+    ends: Tensor  # [T], one past the last row of the document
+    features: Tensor  # [T, m*H]
+    hidden: Tensor  # [T, H], after the final norm
+
+
+class LocalSource:
+    """Hidden states of a list of samples, computed by the target at first touch and kept in a memory-mapped file.
+
+    The file (bfloat16, (m + 1) * H a token) is named by a hash of target, taps and tokens, so that another run over
+    the same data finds it, and a run over other data cannot. `row(ids)` packs the samples `ids` into a PackedRow.
+    """
+
+    def __init__(self, target: Target, samples: list[Sample], folder: Path):
+        self.target, self.samples = target, samples
+        digest = hashlib.sha256(json.dumps([target.name, target.layer_ids, str(target.dtype)]).encode())
+        for sample in samples:
+            digest.update(sample.token_ids.numpy().tobytes())
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = folder / f"hidden-{digest.hexdigest()[:16]}"
+        lengths = [len(sample) for sample in samples]
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self.width = (len(target.layer_ids) + 1) * target.hidden_size
+        shape = (int(self.offsets[-1]), self.width)
+        path = stem.with_suffix(".bf16")
+        mode = "r+" if path.exists() and path.stat().st_size == 2 * shape[0] * shape[1] else "w+"
+        self._states = torch.from_numpy(np.memmap(path, np.int16, mode, shape=shape)).view(torch.bfloat16)
+        self._filled = np.memmap(stem.with_suffix(".filled"), np.uint8, mode, shape=len(samples))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _fill(self, ids: list[int]) -> None:
+        """Run the target over the samples not seen yet, as one right-padded batch."""
+        samples = [self.samples[i] for i in ids]
+        longest = max(map(len, samples))
+        tokens = torch.zeros(len(ids), longest, dtype=torch.long)
+        for row, sample in enumerate(samples):
+            tokens[row, : len(sample)] = sample.token_ids
+        cache = self.target.new_cache(len(ids), longest)
+        out = self.target.forward(tokens.to(self.target.device), cache, 0)
+        states = torch.cat([out.features, out.hidden], -1).to("cpu", torch.bfloat16)
+        for row, i in enumerate(ids):
+            self._states[self.offsets[i] : self.offsets[i + 1]] = states[row, : len(self.samples[i])]
+            self._filled[i] = 1  # after the states: a kill in between leaves the sample to be computed again
+
+    def row(self, ids: list[int]) -> PackedRow:
+        missing = [i for i in ids if not self._filled[i]]
+        if missing:
+            self._fill(missing)
+        samples = [self.samples[i] for i in ids]
+        lengths = torch.tensor([len(sample) for sample in samples])
+        ends = lengths.cumsum(0)
+        starts = (ends - lengths).repeat_interleave(lengths)
+        states = torch.cat([self._states[self.offsets[i] : self.offsets[i + 1]] for i in ids])
+        packed = PackedRow(
+            tokens=torch.cat([sample.token_ids for sample in samples]),
+            loss_mask=torch.cat([sample.loss_mask for sample in samples]),
+            positions=torch.arange(int(ends[-1])) - starts,
+            starts=starts,
+            ends=ends.repeat_interleave(lengths),
+            features=states[:, : -self.target.hidden_size],
+            hidden=states[:, -self.target.hidden_size :],
+        )
+        return PackedRow(*(tensor.to(self.target.device) for tensor in packed))
+
+
+def pack(lengths: list[int], row_tokens: int, order: list[int]) -> list[list[int]]:
+    """Sample indices in the given order, packed greedily into rows of row_tokens at most (a longer one goes alone)."""
+    rows, used = [[]], 0
+    for i in order:
+        if rows[-1] and used + lengths[i] > row_tokens:
+            rows.append([])
+            used = 0
+        rows[-1].append(i)
+        used += lengths[i]
+    return rows

