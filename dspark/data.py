@@ -151,11 +151,16 @@ def load_prompts(benchmark: str, count: int, folder: Path | None = None, revisio
     if benchmark not in BENCHMARKS:
         raise ValueError(f"benchmark {benchmark!r} is unknown: one of {', '.join((*OWN_SETS, *BENCHMARKS))}")
     if folder is not None:
-        path = Path(folder) / f"{_FILES.get(benchmark, benchmark.lower().replace(' ', '-'))}.jsonl"
+        path = Path(folder) / benchmark_file(benchmark)
         if not path.exists():
             raise FileNotFoundError(f"{benchmark}: no {path.name} in the benchmark folder")
         return _from_file(benchmark, path, count, path.name)
     return _from_hub(benchmark, count, revision)
+
+
+def benchmark_file(benchmark: str) -> str:
+    """Name of a benchmark's file in a folder of them."""
+    return _FILES.get(benchmark, benchmark.lower()) + ".jsonl"
 
 
 def _from_file(benchmark: str, path: Path, count: int, source: str) -> PromptSet:

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from dspark import __version__, checkpoint
-from dspark.data import OWN_SETS, load_prompts, read_jsonl
+from dspark.data import BENCHMARKS, OWN_SETS, benchmark_file, load_prompts, read_jsonl
 from dspark.decode import answer
 from dspark.paths import DATA, ROOT
 from dspark.target import EMBEDDED, Target
@@ -270,6 +270,14 @@ def hardware() -> str:
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         name = models[0] if models else name
     return f"{name}, {os.cpu_count()} cores"
+
+
+def available_benchmarks(folder: str) -> tuple[str, ...]:
+    """The public benchmarks that `folder` holds files for; all of them for the hub (empty folder)."""
+    names = tuple(name for name in BENCHMARKS if not folder or (Path(folder) / benchmark_file(name)).exists())
+    if not names:
+        raise FileNotFoundError(f"{Path(folder).name} holds none of {', '.join(map(benchmark_file, BENCHMARKS))}")
+    return names
 
 
 def main(argv: list[str]) -> None:

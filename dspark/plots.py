@@ -55,13 +55,26 @@ DRAFTER_STYLE = {
 }
 
 # The order is the order of bars. The project's own sets keep their own names: they are not the benchmarks.
-BENCHMARK_LABELS = {name: name for name in (
-    "GSM8K", "MATH500", "AIME", "HumanEval", "LiveCodeBench", "SPEED-Bench Coding",
-    "own-gsm8k", "own-math500", "own-aime", "own-humaneval", "own-livecodebench", "own-speed-coding",
-)} | {"SPEED-Bench Coding": "SPEED-Bench\nCoding"}
+BENCHMARK_LABELS = {
+    name: name
+    for name in (
+        "GSM8K",
+        "MATH500",
+        "AIME",
+        "HumanEval",
+        "LiveCodeBench",
+        "SPEED-Bench Coding",
+        "own-gsm8k",
+        "own-math500",
+        "own-aime",
+        "own-humaneval",
+        "own-livecodebench",
+        "own-speed-coding",
+    )
+} | {"SPEED-Bench Coding": "SPEED-Bench\nCoding"}
 
 # A figure that mixed two of these would compare what is not comparable.
-SETTING = ("profile", "engine", "target", "temperature", "concurrency", "seed")
+SETTING = ("profile", "engine", "target", "temperature", "concurrency", "seed", "dtype")
 MARKED_N = (3, 7)  # the two that the published results report
 MASK_COLOURS = {"context": _BLUE, "own block": _ORANGE, "not visible": "#ececec"}
 _SPEEDUP = "Speedup is tokens/s over the autoregressive tokens/s of the same engine, prompts and settings."
@@ -122,10 +135,14 @@ def speedup_vs_n(table: pd.DataFrame) -> Plot:
     data = pd.DataFrame({"speedup": mean, "speedup_low": mean - half, "speedup_high": mean + half})
     data = data.reset_index()
     figure = _against_n(data, "speedup", f"Speedup\n(mean of {_sets(table)})", "{:.2f}×")
-    bars = ("95% interval of the mean: half-width sqrt(sum of squared half-widths) / benchmarks, from each "
-            "benchmark's bootstrap over prompts, the benchmarks treated as independent")
-    caption = (f"Speedup against the number of speculative tokens n: unweighted mean of the per-benchmark "
-               f"speedups ({_scope(how)}). {_SPEEDUP} Band: {bars}. {_GAP}")
+    bars = (
+        "95% interval of the mean: half-width sqrt(sum of squared half-widths) / benchmarks, from each "
+        "benchmark's bootstrap over prompts, the benchmarks treated as independent"
+    )
+    caption = (
+        f"Speedup against the number of speculative tokens n: unweighted mean of the per-benchmark "
+        f"speedups ({_scope(how)}). {_SPEEDUP} Band: {bars}. {_GAP}"
+    )
     return Plot(figure, data, caption, {"error_bars": bars, **how})
 
 
@@ -135,9 +152,11 @@ def accepted_length_vs_n(table: pd.DataFrame) -> Plot:
     how = _check(table, "tau")
     data = _by_benchmark(table, "tau").mean(axis=1, skipna=False).rename("tau").reset_index()
     figure = _against_n(data, "tau", f"Accepted length τ\n(mean of {_sets(table)})", "{:.2f}")
-    caption = (f"Accepted length tau (tokens per verification step, bonus included) against the number of "
-               f"speculative tokens n: unweighted mean of the benchmarks, each its total tokens over total "
-               f"steps ({_scope(how)}). {_GAP}")
+    caption = (
+        f"Accepted length tau (tokens per verification step, bonus included) against the number of "
+        f"speculative tokens n: unweighted mean of the benchmarks, each its total tokens over total "
+        f"steps ({_scope(how)}). {_GAP}"
+    )
     return Plot(figure, data, caption, {"error_bars": "none", **how})
 
 
@@ -163,8 +182,10 @@ def acceptance_by_position(table: pd.DataFrame, n: int) -> Plot:
         _lines(ax, data, "position", column)
         ax.set(xlabel="Draft position $k$", ylabel=label, xticks=range(1, n + 1), ylim=(-0.03, 1.03))
     _legend(figure, axes[0])
-    caption = (f"Acceptance per draft position at n={n}, mean of the benchmarks ({_scope(how)}). Left: share "
-               f"of steps that accept positions 1 to k. Right: that share divided by the one of k-1. {_GAP}")
+    caption = (
+        f"Acceptance per draft position at n={n}, mean of the benchmarks ({_scope(how)}). Left: share "
+        f"of steps that accept positions 1 to k. Right: that share divided by the one of k-1. {_GAP}"
+    )
     return Plot(figure, data, caption, {"error_bars": "none", **how})
 
 
@@ -191,8 +212,10 @@ def benchmark_bars(table: pd.DataFrame, n_values: tuple[int, ...] = MARKED_N) ->
         ax.set_xticks(range(len(benchmarks)), [BENCHMARK_LABELS.get(b, b) for b in benchmarks])
     _legend(figure, axes[0])
     bars = "95% bootstrap interval over prompts"
-    caption = (f"Speedup on each benchmark at n={' and '.join(map(str, n_values))} ({_scope(how)}). "
-               f"{_SPEEDUP} Error bars: {bars}. An absent bar was not measured.")
+    caption = (
+        f"Speedup on each benchmark at n={' and '.join(map(str, n_values))} ({_scope(how)}). "
+        f"{_SPEEDUP} Error bars: {bars}. An absent bar was not measured."
+    )
     return Plot(figure, data, caption, {"error_bars": bars, **how})
 
 
@@ -207,19 +230,33 @@ def block_mask(mask: np.ndarray, labels: tuple[list[str], list[str]], title: str
     mask = np.asarray(mask)
     queries, keys = labels
     if mask.dtype != bool or mask.shape != (len(queries), len(keys)) or len(queries) > len(keys):
-        raise ValueError(f"mask must be bool [queries, keys], queries <= keys, with a label for each; got "
-                         f"{mask.dtype} {mask.shape} with {len(queries)} and {len(keys)} labels")
+        raise ValueError(
+            f"mask must be bool [queries, keys], queries <= keys, with a label for each; got "
+            f"{mask.dtype} {mask.shape} with {len(queries)} and {len(keys)} labels"
+        )
     context = len(keys) - len(queries)
     kind = np.where(mask, np.arange(len(keys)) >= context, 2)  # [queries, keys] index into MASK_COLOURS
     row, column = np.indices(mask.shape).reshape(2, -1)
-    data = pd.DataFrame({"query": row, "key": column, "query_label": np.array(queries)[row],
-                         "key_label": np.array(keys)[column],
-                         "kind": np.array(list(MASK_COLOURS))[kind.ravel()]})
+    data = pd.DataFrame(
+        {
+            "query": row,
+            "key": column,
+            "query_label": np.array(queries)[row],
+            "key_label": np.array(keys)[column],
+            "kind": np.array(list(MASK_COLOURS))[kind.ravel()],
+        }
+    )
     width = COLUMN if len(keys) <= 12 else PAGE
     figure = Figure((width, 1.2 + (width - 0.7) * len(queries) / len(keys)))  # cells about square
     ax = figure.subplots()
-    ax.pcolormesh(kind, cmap=mpl.colors.ListedColormap(list(MASK_COLOURS.values())), vmin=0, vmax=2,
-                  edgecolor="white", linewidth=0.8)
+    ax.pcolormesh(
+        kind,
+        cmap=mpl.colors.ListedColormap(list(MASK_COLOURS.values())),
+        vmin=0,
+        vmax=2,
+        edgecolor="white",
+        linewidth=0.8,
+    )
     ax.axvline(context, color="0.15", linewidth=1.0)
     ax.invert_yaxis()
     ax.set_xticks(np.arange(len(keys)) + 0.5, keys, rotation=90)
@@ -240,8 +277,10 @@ def _check(table: pd.DataFrame, *columns: str, n_values: tuple[int, ...] = ()) -
         raise ValueError(f"the table has no column {missing[0]!r}; it has {', '.join(table.columns)}")
     for column in SETTING:
         if len(values := table[column].unique().tolist()) > 1:
-            raise ValueError(f"one figure shows one {column}, the table holds {values}: "
-                             f"select first, e.g. table[table[{column!r}] == {values[0]!r}]")
+            raise ValueError(
+                f"one figure shows one {column}, the table holds {values}: "
+                f"select first, e.g. table[table[{column!r}] == {values[0]!r}]"
+            )
     if unknown := set(table["drafter"]) - set(DRAFTER_STYLE):
         raise ValueError(f"drafter {min(unknown)!r} has no style: add it to DRAFTER_STYLE")
     cell = ["drafter", "benchmark", "n"]
@@ -252,10 +291,14 @@ def _check(table: pd.DataFrame, *columns: str, n_values: tuple[int, ...] = ()) -
         raise ValueError(f"the table has no rows with n={min(absent)}, only n={measured}")
     prompts = table.drop_duplicates(["benchmark", "prompts"]).set_index("benchmark")["prompts"]
     if (mixed := prompts.index.duplicated()).any():
-        raise ValueError(f"benchmark {prompts.index[mixed][0]!r} was run with different numbers of prompts: "
-                         "rerun it so that all drafters answer the same ones")
-    return {"setting": table[list(SETTING)].iloc[0].to_dict(),
-            "prompts": {name: int(prompts[name]) for name in _ordered(prompts.index, BENCHMARK_LABELS)}}
+        raise ValueError(
+            f"benchmark {prompts.index[mixed][0]!r} was run with different numbers of prompts: "
+            "rerun it so that all drafters answer the same ones"
+        )
+    return {
+        "setting": table[list(SETTING)].iloc[0].to_dict(),
+        "prompts": {name: int(prompts[name]) for name in _ordered(prompts.index, BENCHMARK_LABELS)},
+    }
 
 
 def _ordered(values, order: dict) -> list[str]:
@@ -325,8 +368,12 @@ def _mark_values(ax, data: pd.DataFrame, column: str, form: str) -> None:
     """Ring the points at n = 3 and 7 and write their values above them, crowded ones in one stack."""
     bottom, top = ax.get_ylim()
     line = 0.065 * (top - bottom)  # height of a line of 6 pt text
-    text_style = {"fontsize": 6, "ha": "center", "va": "center",
-                  "path_effects": [withStroke(linewidth=2, foreground="white")]}
+    text_style = {
+        "fontsize": 6,
+        "ha": "center",
+        "va": "center",
+        "path_effects": [withStroke(linewidth=2, foreground="white")],
+    }
     for n in MARKED_N:
         points = data[data["n"] == n].dropna(subset=column).sort_values(column)
         values, waiting = points[column].tolist(), []

@@ -23,7 +23,7 @@ def row(drafter, benchmark, n, speedup=1.0, half=0.0, accept=(), **other):
     """One cell with the columns of n_sweep.csv that the figures read; tau follows from the acceptances."""
     return {
         "profile": "test", "engine": "dspark", "target": "toy", "drafter": drafter, "benchmark": benchmark,
-        "n": n, "temperature": 0.0, "concurrency": 1, "seed": 0, "prompts": 32, "tau": 1 + sum(accept),
+        "n": n, "temperature": 0.0, "concurrency": 1, "seed": 0, "dtype": "bfloat16", "prompts": 32, "tau": 1 + sum(accept),
         **{f"accept_pos_{k}": accept[k - 1] if k <= len(accept) else np.nan for k in range(1, 9)},
         "speedup": speedup, "speedup_low": speedup - half, "speedup_high": speedup + half, **other,
     }
@@ -199,7 +199,7 @@ def test_save_writes_four_files_of_what_is_drawn(table, tmp_path):
     assert record["run"] == META and record["caption"] == plot.caption
     assert record["prompts"] == {"own-gsm8k": 32, "own-aime": 32}
     assert record["setting"] == {"profile": "test", "engine": "dspark", "target": "toy", "temperature": 0.0,
-                                 "concurrency": 1, "seed": 0}
+                                 "concurrency": 1, "seed": 0, "dtype": "bfloat16"}
     assert "independent" in record["error_bars"]
     assert b"CreationDate" not in pdf.read_bytes()
 
