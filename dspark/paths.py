@@ -4,7 +4,8 @@ the notebook's in JupyterLab.
 How a notebook's kernel finds `dspark`: the set-up writes a `.pth` file into `.venv`, and `python3 -m dspark
 run` sets PYTHONPATH. In an environment of one's own (conda) neither need be so, hence every notebook begins
 
-    import importlib.util, sys
+    import importlib.util
+    import sys
     from pathlib import Path
 
     if importlib.util.find_spec("dspark") is None:  # neither .venv nor PYTHONPATH: look upwards from here
