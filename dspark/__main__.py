@@ -43,9 +43,7 @@ def check_python(version):
     """Raise UserError unless `version`, (major, minor), is one that the packages are made for."""
     if not PYTHONS[0] <= version <= PYTHONS[1]:
         low, high, this = (".".join(map(str, v)) for v in (*PYTHONS, version))
-        raise UserError(
-            f"Python {this} will not do: use one from {low} to {high}, as in python{low} -m dspark"
-        )
+        raise UserError(f"Python {this} will not do: use one from {low} to {high}, as in python{low} -m dspark")
 
 
 def dispatch(argv):

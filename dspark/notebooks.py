@@ -57,9 +57,7 @@ def declared(path: Path) -> dict[str, Any]:
     if len(sources) != 1:
         raise UserError(f"{path.name} has {len(sources)} cells tagged `parameters`: it must have one")
     return {
-        ast.unparse(line.target if isinstance(line, ast.AnnAssign) else line.targets[0]): ast.literal_eval(
-            line.value
-        )
+        ast.unparse(line.target if isinstance(line, ast.AnnAssign) else line.targets[0]): ast.literal_eval(line.value)
         for line in ast.parse(sources[0]).body
     }
 
@@ -82,14 +80,10 @@ def summary() -> str:
 def selected(only: str | None) -> dict[str, Path]:
     """The notebooks that `--only` names, all without it."""
     every = found()
-    numbers = (
-        list(every) if only is None else sorted({n.strip().zfill(2) for n in only.split(",") if n.strip()})
-    )
+    numbers = list(every) if only is None else sorted({n.strip().zfill(2) for n in only.split(",") if n.strip()})
     unknown = [number for number in numbers if number not in every]
     if unknown or not numbers:
-        raise UserError(
-            f"no notebook {', '.join(unknown) or 'selected'}: there are {', '.join(every) or 'none'}"
-        )
+        raise UserError(f"no notebook {', '.join(unknown) or 'selected'}: there are {', '.join(every) or 'none'}")
     return {number: every[number] for number in numbers}
 
 
@@ -105,9 +99,7 @@ def check(args: argparse.Namespace) -> None:
         if name not in valid:
             close = difflib.get_close_matches(name, valid, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise UserError(
-                f"unknown parameter {name!r}: {hint}The notebooks take {', '.join(sorted(valid))}"
-            )
+            raise UserError(f"unknown parameter {name!r}: {hint}The notebooks take {', '.join(sorted(valid))}")
     if args.benchmarks is not None:
         if "benchmarks" not in valid:
             raise UserError("--benchmarks: none of the chosen notebooks takes benchmarks")

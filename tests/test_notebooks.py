@@ -48,9 +48,7 @@ def test_outputs_belong_to_the_code(path):
     """Executed once from top to bottom without an error, by the cpu profile, and unchanged since."""
     metadata = json.loads(path.read_text(encoding="utf-8"))["metadata"]
     assert metadata["dspark"]["profile"] == "cpu" and "papermill" not in metadata
-    assert metadata["dspark"]["code_hash"] == notebooks.code_hash(path), (
-        f"run it again with --commit: {path.name}"
-    )
+    assert metadata["dspark"]["code_hash"] == notebooks.code_hash(path), f"run it again with --commit: {path.name}"
     assert [cell["execution_count"] for cell in code_cells(path)] == list(range(1, len(code_cells(path)) + 1))
     outputs = [output for cell in code_cells(path) for output in cell["outputs"]]
     assert outputs and not [output for output in outputs if output["output_type"] == "error"]

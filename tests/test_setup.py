@@ -121,9 +121,7 @@ def test_wrong_python(monkeypatch, capsys):
         monkeypatch.setattr(sys, "version_info", (*version, 0, "final", 0))
         assert main(["test"]) == 2
         error = capsys.readouterr().err
-        assert (
-            error.count("\n") == 1 and f"Python 3.{version[1]} will not do" in error and "python3.11" in error
-        )
+        assert error.count("\n") == 1 and f"Python 3.{version[1]} will not do" in error and "python3.11" in error
 
 
 def test_full_disk(monkeypatch):
@@ -161,9 +159,7 @@ def test_no_network(bare):
         assert "installing torch (1/" in done.stdout
     # Any interpreter of .venv finds the package, wherever it is started.
     code = "import dspark; print(dspark.__file__)"
-    found = subprocess.run(
-        [repository / ".venv/bin/python", "-c", code], cwd="/", capture_output=True, text=True
-    )
+    found = subprocess.run([repository / ".venv/bin/python", "-c", code], cwd="/", capture_output=True, text=True)
     assert Path(found.stdout.strip()) == (repository / "dspark" / "__init__.py").resolve()
 
 
@@ -219,9 +215,7 @@ def test_a_run_is_resumed_by_code_and_parameters(story, capsys):
     out = story.parent / "out"
     ran = out / "ran.txt"
     assert run(story, "--only", "1") == 0
-    assert (
-        ran.read_text() == f"2 0.5 {sys.prefix}\n"
-    )  # the profile's value, the default, this environment's kernel
+    assert ran.read_text() == f"2 0.5 {sys.prefix}\n"  # the profile's value, the default, this environment's kernel
     assert "01_first.ipynb" in capsys.readouterr().out.splitlines()[-1]
     assert run(story, "--only", "01") == 0 and len(ran.read_text().splitlines()) == 1
     assert "skipped" in capsys.readouterr().out
@@ -230,9 +224,7 @@ def test_a_run_is_resumed_by_code_and_parameters(story, capsys):
     write_notebook(story / "01_first.ipynb", "open(f'{out}/ran.txt', 'a').write('changed\\n')")
     assert run(story, "--only", "01", "--set", "rate=1e-3") == 0
     assert ran.read_text().splitlines()[-1] == "changed"
-    partial = nbformat.read(
-        out / "01_first.ipynb", as_version=4
-    )  # as papermill leaves it when it is interrupted
+    partial = nbformat.read(out / "01_first.ipynb", as_version=4)  # as papermill leaves it when it is interrupted
     assert "papermill" not in partial.metadata
     partial.metadata["papermill"] = {}
     nbformat.write(partial, out / "01_first.ipynb")
@@ -248,9 +240,7 @@ def test_a_committed_copy_belongs_to_its_code_and_names_no_machine(story):
     assert [cell.execution_count for cell in code] == [1, 2, 3]
     assert code[-1].outputs[0].execution_count == 3 and code[-1].outputs[0].data["text/plain"] == "2"
     assert committed.metadata.dspark.code_hash == notebooks.code_hash(story / "01_first.ipynb")
-    assert committed.metadata.dspark.profile == "small" and committed.metadata.dspark.parameters == {
-        "n_max": 2
-    }
+    assert committed.metadata.dspark.profile == "small" and committed.metadata.dspark.parameters == {"n_max": 2}
     assert str(story.parent) not in (story / "01_first.ipynb").read_text()
 
 
@@ -258,9 +248,7 @@ def test_a_failing_notebook_names_its_cell(story, capsys):
     assert run(story, "--only", "02", "--set", "width=0") == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert "cell [3] failed: ZeroDivisionError: division by zero" in last and "out/02_second.ipynb" in last
-    write_notebook(
-        story / "02_second.ipynb", "import os; os._exit(1)", parameters="width: int = 1  # in tokens\n"
-    )
+    write_notebook(story / "02_second.ipynb", "import os; os._exit(1)", parameters="width: int = 1  # in tokens\n")
     assert run(story, "--only", "02") == 1
     assert "the kernel died" in capsys.readouterr().out.splitlines()[-1]
 
