@@ -20,8 +20,8 @@ from typing import Any
 from dspark import UserError
 from dspark.paths import NOTEBOOKS, ROOT
 
-# Set by the runner itself, and so no part of what tells two runs apart.
-RUNNERS_OWN = ("out", "fresh")
+# Parameters that the runner sets itself.
+RUNNERS_OWN = ("profile", "out", "fresh")
 ARTEFACTS = (".ipynb", ".csv", ".json", ".pdf", ".png")
 
 
@@ -46,9 +46,9 @@ def tags(cell: dict[str, Any]) -> list[str]:
 
 
 def title(path: Path) -> str:
-    """The first heading of a notebook."""
+    """The first heading of a notebook, without its number."""
     lines = "\n".join(cell["source"] for cell in cells(path, "markdown")).splitlines()
-    return next((line.lstrip("# ") for line in lines if line.startswith("#")), path.stem)
+    return next((line.lstrip("#0123456789·.: ") for line in lines if line.startswith("#")), path.stem)
 
 
 def declared(path: Path) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     # A python3 kernel that the user has installed elsewhere must not win over this environment's.
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    values = values_for(args) | {"out": str(out), "fresh": args.fresh}
+    values = values_for(args) | {"profile": args.profile, "out": str(out), "fresh": args.fresh}
     package = digest(path.read_text(encoding="utf-8") for path in sorted((ROOT / "dspark").rglob("*.py")))
     for source in selected(args.only).values():
         takes = declared(source)
