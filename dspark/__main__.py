@@ -8,13 +8,14 @@ import errno
 import importlib
 import subprocess
 import sys
+import traceback
 
 from dspark import UserError, __version__
 
 PYTHONS = ((3, 11), (3, 14))
 # These have their own command lines, in the module that does the work.
 MODULES = {
-    "data": ("dspark.data", "write training prompts and responses with the target"),
+    "data": ("dspark.selfwrite", "write training prompts and responses with the target"),
     "train": ("dspark.train", "train a drafter"),
     "sweep": ("dspark.evaluate", "measure drafters on benchmarks over n"),
 }
@@ -27,16 +28,23 @@ def main(argv=None):
         check_python(sys.version_info[:2])
         return dispatch(argv)
     except UserError as error:
-        print(f"dspark: {error}", file=sys.stderr)
-        return 2
+        return complain(error)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"dspark: the disk is full: free some space, then run it again ({error})", file=sys.stderr)
-        return 2
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return complain(f"the disk is full: free some space, then run it again ({error})" if full else error)
+    except ValueError as error:  # what dspark's modules raise for a wrong value, with the mend in the message
+        return complain(error)
     except KeyboardInterrupt:
         print("dspark: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+
+
+def complain(error):
+    """One line for a wrong request or machine, and exit code 2; `python3 -X dev` shows where it came from."""
+    if sys.flags.dev_mode and isinstance(error, Exception):
+        traceback.print_exception(error)
+    print(f"dspark: {error}", file=sys.stderr)
+    return 2
 
 
 def check_python(version):

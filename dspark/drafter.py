@@ -122,8 +122,8 @@ class DSparkDrafter(nn.Module):
         self.lm_head.weight.requires_grad_(False)
         for linear in (module for module in (self.fc, *self.layers.modules()) if isinstance(module, nn.Linear)):
             nn.init.normal_(linear.weight, std=0.02)
-        # Before training the stream is little more than the mask's embedding: at norm weight 1 a tied LM head would answer
-        # it with huge logits (CE 59 on SmolLM2 where ln D is 8.7).
+        # Before training the stream is little more than the mask's embedding, and at norm weight 1 a tied LM head
+        # would answer it with huge logits (CE 59 on SmolLM2, where ln D is 8.7).
         nn.init.constant_(self.norm.weight, 0.25)
 
     def adopt_target(self, embed_tokens: Tensor, lm_head: Tensor, draft_ids: Tensor | None = None) -> "DSparkDrafter":

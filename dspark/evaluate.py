@@ -64,13 +64,15 @@ class SweepConfig:
         }  # fmt: skip
 
 
-def sweep(config: SweepConfig, out: Path) -> pd.DataFrame:
-    """Run or resume the sweep in `out`; returns the table and leaves out/n_sweep.{csv,json}."""
+def sweep(config: SweepConfig, out: Path, fresh: bool = False) -> pd.DataFrame:
+    """Run or resume (fresh: begin anew) the sweep in `out`; returns the table and leaves out/n_sweep.{csv,json}."""
     started, clock = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(config.benchmark_folder) if config.benchmark_folder else None
     sets = [load_prompts(name, config.prompts, folder, config.revision or None) for name in config.benchmarks]
     path = out / "records.jsonl"
+    if fresh:
+        path.unlink(missing_ok=True)
     records = _read_records(path, config, {s.benchmark: s.hash for s in sets})
     done = {(r["drafter"], r["benchmark"], r["n"], r["prompt"]) for r in records}
     wanted = [(d, n) for d in config.drafters for n in config.n_values]
