@@ -57,6 +57,8 @@ class Detokenizer:
 def generate(args) -> int:
     """`python3 -m dspark generate`: stream an answer, then run the baseline and compare. Raises UserError."""
     try:
+        if args.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {args.max_new_tokens}: ask for at least 1")
         target, drafter = load(args.target or EMBEDDED, args.drafter, args.dtype)
         n = min(DEFAULT_N, drafter.config.max_draft_tokens) if args.n is None else args.n
         prompt = encode(target, args.prompt)

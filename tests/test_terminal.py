@@ -168,6 +168,7 @@ def test_accepted_drafts_are_marked_apart_from_the_targets_own(saved, capsys, mo
         ({"drafter": "nowhere"}, "nowhere"),
         ({"n": 9}, "num_speculative_tokens = 9"),
         ({"max_new_tokens": 1000}, "holds 256"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
     ],
 )
 def test_a_wrong_request_is_one_line(saved, changes, named):
