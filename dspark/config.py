@@ -32,7 +32,7 @@ class DSparkConfig:
     block_size: int = 8  # gamma
     sample_from_anchor: bool = True  # True: slot k predicts anchor+k+1; False (DFlash fill-in): anchor+k
     is_causal: bool = False  # inside the block
-    sliding_window: int | None = None  # context tokens seen by each sliding layer, own block not counted
+    sliding_window: int | None = None  # a slot of a sliding layer sees context less than this far back, and its block
     sliding_layers: tuple[int, ...] = ()  # draft layers that slide
     draft_vocab_size: int | None = None  # None: the whole target vocabulary
     markov_rank: int = 256  # 0: no Markov head
@@ -51,8 +51,10 @@ class DSparkConfig:
         yield "target_layer_ids", not ids or list(ids) != sorted(set(ids)), "give distinct ids in rising order"
         yield "target_layer_ids", min(ids) < 0 or max(ids) >= depth, f"ids count block outputs 0..{depth - 1}"
         yield "mask_token_id", not 0 <= self.mask_token_id < self.vocab_size, f"must lie in 0..{self.vocab_size - 1}"
-        heads = self.num_attention_heads
-        yield "num_key_value_heads", heads % self.num_key_value_heads != 0, f"must divide {heads} query heads"
+        yield "num_hidden_layers", self.num_hidden_layers < 1, "a drafter needs at least 1 layer"
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        yield "num_key_value_heads", kv_heads < 1 or heads % kv_heads != 0, f"must divide {heads} query heads"
+        yield "head_dim", self.head_dim < 2 or self.head_dim % 2 != 0, "must be even: rotary embedding turns pairs"
         least = 1 if self.sample_from_anchor else 2
         yield "block_size", self.block_size < least, f"this layout needs at least {least}"
         yield "markov_rank", self.markov_rank < 0, "must be 0 (no Markov head) or positive"
@@ -61,7 +63,8 @@ class DSparkConfig:
         yield "confidence_head_with_markov", lonely, "set it to False where markov_rank is 0"
         pruned = self.draft_vocab_size
         yield "draft_vocab_size", pruned is not None and not 0 < pruned <= self.vocab_size, "1..vocab_size or None"
-        yield "sliding_window", bool(self.sliding_layers) and not self.sliding_window, "sliding layers need a window"
+        windowless = bool(self.sliding_layers) and (self.sliding_window or 0) < 1
+        yield "sliding_window", windowless, "sliding layers need a window of at least 1 token"
         outside = any(not 0 <= layer < self.num_hidden_layers for layer in self.sliding_layers)
         yield "sliding_layers", outside, f"draft layers are 0..{self.num_hidden_layers - 1}"
 

@@ -17,3 +17,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def target():
+    """The embedded real model in float32, tapped where its preset says."""
+    import torch
+
+    from dspark.config import PRESETS
+    from dspark.target import Target
+
+    return Target.load(dtype=torch.float32, layer_ids=PRESETS["smollm2-135m"].target_layer_ids)

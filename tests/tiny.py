@@ -10,8 +10,11 @@ from dspark.target import Target
 VOCAB, HIDDEN, EOS = 40, 32, 2
 
 
-def tiny_target(layer_ids=(0, 2), dtype=torch.float32, seed=0) -> Target:
-    """A random 4-layer Llama with grouped queries; its logits are spread so that argmax has no ties."""
+def tiny_model(dtype=torch.float32, seed=0, scale=6.0) -> LlamaForCausalLM:
+    """A random 4-layer Llama with grouped queries; its logits are spread so that argmax has no ties.
+
+    Its greedy text soon repeats itself (a random drafter then gets some drafts accepted); at scale 12 it never does.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
@@ -20,8 +23,12 @@ def tiny_target(layer_ids=(0, 2), dtype=torch.float32, seed=0) -> Target:
     model = LlamaForCausalLM(config).to(dtype).eval()
     for parameter in model.parameters():
         if parameter.ndim == 2:
-            parameter.data.mul_(6)
-    return Target(model, None, "tiny", layer_ids)
+            parameter.data.mul_(scale)
+    return model
+
+
+def tiny_target(layer_ids=(0, 2), dtype=torch.float32, seed=0, scale=6.0) -> Target:
+    return Target(tiny_model(dtype, seed, scale), None, "tiny", layer_ids)
 
 
 def tiny_config(**changes) -> DSparkConfig:
