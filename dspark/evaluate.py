@@ -26,7 +26,7 @@ from dspark import __version__, checkpoint
 from dspark.data import BENCHMARKS, OWN_SETS, benchmark_file, load_prompts, read_jsonl
 from dspark.decode import answer
 from dspark.paths import DATA, ROOT
-from dspark.target import EMBEDDED, Target
+from dspark.target import EMBEDDED, Target, resolve_dtype
 
 MAX_POSITIONS = 8  # accept_pos columns
 # A difference is a near-tie if the two tokens' target logits are closer than this share of the top logit's size.
@@ -293,13 +293,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--n", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7], help="drafts a step")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(NEAR_TIE))
+    parser.add_argument("--dtype", default="auto", help="auto: bfloat16 where it is native, else float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
+    dtype = str(resolve_dtype(args.dtype)).removeprefix("torch.")
+    drafters = dict(item.split("=", 1) for item in args.drafter)
     config = SweepConfig(
-        args.profile, args.target, dict(item.split("=", 1) for item in args.drafter), tuple(args.benchmark),
-        args.prompts, tuple(args.n), args.max_new_tokens, args.temperature, args.dtype, args.seed, args.benchmarks,
+        args.profile, args.target, drafters, tuple(args.benchmark), args.prompts, tuple(args.n), args.max_new_tokens,
+        args.temperature, dtype, args.seed, args.benchmarks,
     )  # fmt: skip
     table = sweep(config, args.out)
     columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]

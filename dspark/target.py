@@ -203,6 +203,20 @@ class Target:
         return list(ids["input_ids"]) if hasattr(ids, "keys") else list(ids)
 
 
+def resolve_dtype(name: str) -> torch.dtype:
+    """`float32`, `bfloat16`, or `auto`: bfloat16 where the GPU or the processor multiplies it natively."""
+    if name in ("float32", "bfloat16"):
+        return getattr(torch, name)
+    if name != "auto":
+        raise ValueError(f"dtype = {name!r}: one of auto, float32, bfloat16")
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        native = cpuinfo.exists() and bool({"avx512_bf16", "amx_bf16"} & set(cpuinfo.read_text().split()))
+    return torch.bfloat16 if native else torch.float32
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, half-split (Llama/Qwen) layout; cos and sin broadcast against x [..., d]."""
     a, b = x.chunk(2, -1)

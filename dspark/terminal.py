@@ -14,7 +14,7 @@ import torch
 from dspark import UserError, checkpoint
 from dspark.decode import Answer, Step, answer, decode
 from dspark.evaluate import COMMITTED_DRAFTER, NEAR_TIE, is_near_tie
-from dspark.target import EMBEDDED, Target
+from dspark.target import EMBEDDED, Target, resolve_dtype
 
 DEFAULT_N = 4  # drafts a step
 WARM_UP = 8  # tokens decoded before the clock runs: a process's first steps are slow
@@ -80,20 +80,10 @@ def load(target_name: str, folder: str | None, dtype: str | None):
     if folder is None and target_name != EMBEDDED:
         raise ValueError(f"no drafter for target {target_name!r}: name one with --drafter")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = fast_dtype() if dtype in (None, "auto") else getattr(torch, dtype)
-    target = Target.load(target_name, kind, device)
+    target = Target.load(target_name, resolve_dtype(dtype), device)
     drafter = checkpoint.load(Path(folder or COMMITTED_DRAFTER), target)
     target.layer_ids = drafter.config.target_layer_ids
     return target, drafter
-
-
-def fast_dtype() -> torch.dtype:
-    """bfloat16 where the GPU or the processor multiplies it natively, else float32."""
-    if torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-    return torch.bfloat16 if {"avx512_bf16", "amx_bf16"} & set(flags) else torch.float32
 
 
 def encode(target: Target, prompt: str) -> list[int]:
@@ -182,9 +172,7 @@ def coloured_html(tokenizer, steps: Iterable[Step]) -> str:
     spans.append(html.escape(text.rest()))
     legend = " \u00b7 ".join(_span(kind, meaning) for kind, (*_, meaning) in KINDS.items())
     legend += " \u00b7 the darker a draft, the more confident the drafter"
-    return (
-        f'<div><p>{legend}</p><pre style="white-space:pre-wrap;line-height:1.6">{"".join(spans)}</pre></div>'
-    )
+    return f'<div><p>{legend}</p><pre style="white-space:pre-wrap;line-height:1.6">{"".join(spans)}</pre></div>'
 
 
 def _span(kind: str, text: str, confidence: float | None = None) -> str:
