@@ -1,6 +1,7 @@
 """Looking inside a drafter with both heads (notebook 01): what its blocks see, and where they go wrong.
 
-Shapes: T tokens of a prompt and its answer, R rows of them that predict the answer, A anchors, n drafts, H hidden.
+Shapes: T tokens of a prompt and its answer, R rows of them that predict the answer, A anchors, n drafts, H hidden,
+D draft vocabulary.
 """
 
 from typing import NamedTuple
@@ -20,14 +21,14 @@ TOP = 3  # candidates of a slot that are looked at
 
 class Reading(NamedTuple):
     """The target's pass over a prompt and the answer that begins at row `start`. tokens [T]; features [T, m*H] for
-    the drafter; states [R, depth, H]: every block's output in rows start - 1 .. T - 1; hidden [R, H]: the same rows
-    after the final norm; cache: the pass's keys and values."""
+    the drafter; states [R, depth, H]: every block's output in rows start - 1 .. T - 1; p [R, D]: what the target
+    says after these rows, the part of its distribution that the drafter can name; cache: the pass's keys and values."""
 
     tokens: Tensor
     start: int
     features: Tensor
     states: Tensor
-    hidden: Tensor
+    p: Tensor
     cache: KVCache
 
 
@@ -66,31 +67,32 @@ class Collision(NamedTuple):
 
 
 @torch.no_grad()
-def read(target: Target, prompt: list[int], answer: list[int], layer_ids: tuple[int, ...]) -> Reading:
-    """Read prompt and answer in one pass; target.layer_ids must be all layers, layer_ids are the drafter's."""
+def read(target: Target, drafter: DSparkDrafter, prompt: list[int], answer: list[int]) -> Reading:
+    """Read prompt and answer in one pass; target.layer_ids must be all layers."""
     tokens, start = torch.tensor(prompt + answer, device=target.device), len(prompt)
     cache = target.new_cache(1, len(tokens))
     out = target.forward(tokens[None], cache, 0)
     states = out.features[0].unflatten(-1, (target.num_hidden_layers, target.hidden_size))
-    features = states[:, list(layer_ids)].flatten(1)
-    return Reading(tokens, start, features, states[start - 1 :].clone(), out.hidden[0, start - 1 :], cache)
+    features = states[:, list(drafter.config.target_layer_ids)].flatten(1)
+    ids = drafter.to_target_ids(torch.arange(drafter.config.vocab_size_out, device=tokens.device))
+    p = target.logits(out.hidden[0, start - 1 :]).float().softmax(-1)[:, ids]
+    return Reading(tokens, start, features, states[start - 1 :].clone(), p, cache)
 
 
 @torch.no_grad()
-def draft_blocks(target: Target, drafter: DSparkDrafter, reading: Reading, n: int) -> Blocks:
+def draft_blocks(drafter: DSparkDrafter, reading: Reading, n: int) -> Blocks:
     """Draft n tokens at every anchor of the answer that has n tokens after it; needs an answer of more than n."""
     rows = torch.arange(len(reading.tokens), device=reading.tokens.device)
     anchors = rows[reading.start : len(rows) - n]
     hidden = drafter.block_hidden(reading.features, rows, reading.tokens, anchors, torch.zeros_like(anchors), n)
     base, after = drafter.lm_head(hidden).float(), anchors[:, None] + rows[:n]  # slot k predicts row after[k] + 1
     ids = drafter.to_target_ids(torch.arange(base.shape[-1], device=base.device))
-    p = target.logits(reading.hidden).float().softmax(-1)[:, ids]  # [R, D]
     previous, state = reading.tokens[anchors], drafter.markov_head.initial_state(len(anchors))
     slots = []
     for k in range(n):
         m, state = drafter.markov_head.step(previous, hidden[:, k], state)
         q = (base[:, k] + drafter.markov_head.bias(m).float()).softmax(-1)
-        overlap = torch.minimum(p[after[:, k] - reading.start + 1], q).sum(-1)
+        overlap = torch.minimum(reading.p[after[:, k] - reading.start + 1], q).sum(-1)
         confidence = drafter.confidence_head(hidden[:, k], drafter.markov_head.markov_w1(previous)).sigmoid()
         top = q.topk(TOP)
         slots.append((top.values, ids[top.indices], confidence, overlap))

@@ -17,7 +17,7 @@ def study(draft_ids=None, **changes):
     target = tiny_target(ALL)
     drafter = tiny_drafter(target, draft_ids=draft_ids, **changes)
     got = answer(target, None, PROMPT, 0, 60, stop_token_ids=frozenset()).tokens
-    return target, drafter, anatomy.read(target, PROMPT, got, drafter.config.target_layer_ids)
+    return target, drafter, anatomy.read(target, drafter, PROMPT, got)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def study(draft_ids=None, **changes):
 )
 def test_blocks_are_those_that_decoding_drafts(changes):
     target, drafter, reading = study(**changes)
-    blocks = anatomy.draft_blocks(target, drafter, reading, N)
+    blocks = anatomy.draft_blocks(drafter, reading, N)
     assert len(blocks.truth) == 60 - N
     for block in (0, 17, 60 - N - 1):
         at = reading.start + block
@@ -47,7 +47,7 @@ def test_blocks_are_those_that_decoding_drafts(changes):
 def test_overlap_is_what_sampling_accepts():
     """Of the first slot: sum over the whole vocabulary of min(p, q), q from `draft` at temperature 1."""
     target, drafter, reading = study(draft_ids=torch.arange(0, 40, 3))
-    blocks = anatomy.draft_blocks(target, drafter, reading, N)
+    blocks = anatomy.draft_blocks(drafter, reading, N)
     at = reading.start + 9
     context = drafter.new_cache(at)
     drafter.extend(context, reading.features[:at])
@@ -72,7 +72,7 @@ def test_collisions_are_all_those_that_the_target_confirms(monkeypatch):
     that collisions occur: at random, a third of the blocks follow the truth and name true continuations of rivals."""
     monkeypatch.setattr(anatomy, "LIKELY", 0.0)
     target, drafter, reading = study()
-    blocks = anatomy.draft_blocks(target, drafter, reading, N)
+    blocks = anatomy.draft_blocks(drafter, reading, N)
     generator = torch.Generator().manual_seed(1)
 
     def continued(block, k, rival):
@@ -100,7 +100,7 @@ def test_collisions_are_all_those_that_the_target_confirms(monkeypatch):
 
 def test_unlikely_rivals_are_no_collision(monkeypatch):
     target, drafter, reading = study()
-    blocks = anatomy.draft_blocks(target, drafter, reading, N)
+    blocks = anatomy.draft_blocks(drafter, reading, N)
     monkeypatch.setattr(anatomy, "LIKELY", 1.1)
     assert anatomy.collisions(target, reading, blocks) == []
 
