@@ -41,6 +41,8 @@ class DSparkConfig:
     confidence_head_with_markov: bool = True
 
     def __post_init__(self):
+        for name in ("target_layer_ids", "sliding_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON gives lists
         for name, wrong, mend in self._faults():
             if wrong:
                 raise ValueError(f"DSparkConfig.{name} = {getattr(self, name)!r}: {mend}")

@@ -170,6 +170,7 @@ def drafter_loss(
         "draft_tokens": int(supervised.sum()),
         "greedy_hits": int(terms.greedy.sum()),
         "tau_teacher": accepted_length(greedy, supervised),
+        "whole_blocks": int(supervised.all(1).sum()),  # those that tau_teacher is the mean of
     }
     return loss, log
 
@@ -235,13 +236,14 @@ class Trainer:
     def _log(self, epoch: int, logs: list[dict], scale: float, norm: float, bar) -> None:
         tokens = sum(log["draft_tokens"] for log in logs)
         self.draft_tokens += tokens
-        taus = [log["tau_teacher"] for log in logs if not math.isnan(log["tau_teacher"])]
+        blocks = sum(log["whole_blocks"] for log in logs)
+        tau = sum(log["tau_teacher"] * log["whole_blocks"] for log in logs if log["whole_blocks"]) / max(1, blocks)
         row = {
             "step": self.step,
             "epoch": epoch,
             **{name: round(sum(log[name] for log in logs), 5) for name in ("loss", "ce", "l1", "bce")},
             "greedy_acceptance": round(sum(log["greedy_hits"] for log in logs) / max(1, tokens), 4),
-            "tau_teacher": round(sum(taus) / len(taus), 4) if taus else "",
+            "tau_teacher": round(tau, 4) if blocks else "",
             "lr_scale": round(scale, 5),
             "grad_norm": round(norm, 4),
             "draft_tokens": self.draft_tokens,

@@ -58,6 +58,12 @@ def test_a_changed_copy_is_checked_too():
         tiny_config().replace(markov_rank=-1)
 
 
+def test_lists_from_json_become_tuples():
+    assert tiny_config(target_layer_ids=[0, 2], sliding_layers=[1], sliding_window=4) == tiny_config(
+        sliding_layers=(1,), sliding_window=4
+    )
+
+
 # ---- conventions that differ by one
 
 

@@ -5,6 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark.config import DSparkConfig
 from dspark.drafter import DSparkDrafter
+from dspark.source import PackedRow
 from dspark.target import Target
 
 VOCAB, HIDDEN, EOS = 40, 32, 2
@@ -49,3 +50,20 @@ def tiny_drafter(target: Target, seed=1, draft_ids=None, **changes) -> DSparkDra
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter.data, std=0.3)
     return drafter.adopt_target(target.embed_tokens, target.lm_head, draft_ids).eval()
+
+
+def packed_row(lengths: list[int], seed=0) -> PackedRow:
+    """Documents of these lengths with random tokens and hidden states, all supervised, packed into one row."""
+    generator = torch.Generator().manual_seed(seed)
+    total, counts = sum(lengths), torch.tensor(lengths)
+    ends = counts.cumsum(0)
+    starts = (ends - counts).repeat_interleave(counts)
+    return PackedRow(
+        tokens=torch.randint(3, VOCAB, (total,), generator=generator),
+        loss_mask=torch.ones(total, dtype=torch.bool),
+        positions=torch.arange(total) - starts,
+        starts=starts,
+        ends=ends.repeat_interleave(counts),
+        features=torch.randn(total, 2 * HIDDEN, generator=generator),
+        hidden=torch.randn(total, HIDDEN, generator=generator),
+    )

@@ -1,0 +1,459 @@
+"""The drafter against a plain float64 twin, and the conventions that public implementations got wrong."""
+
+import itertools
+
+import pytest
+import torch
+from tiny import HIDDEN, VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
+
+from dspark.drafter import DSparkDrafter, vocabulary_maps
+from dspark.kernels import block_attention
+from dspark.train import MicroBatch, TrainConfig, drafter_loss, sample_anchors, supervision
+
+KEPT = torch.arange(0, VOCAB, 3)
+LAYOUTS = {"anchor-first": True, "fill-in": False}
+VARIANTS = {
+    "anchor-first": {},
+    "fill-in": {"sample_from_anchor": False},
+    "causal": {"is_causal": True},
+    "causal fill-in": {"is_causal": True, "sample_from_anchor": False},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "rnn fill-in": {"markov_head_type": "rnn", "sample_from_anchor": False},
+    "no heads": {"markov_rank": 0, "confidence_head": False},
+    "confidence alone": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "markov alone": {"confidence_head": False},
+    "sliding": {"sliding_layers": (1,), "sliding_window": 6},
+    "sliding fill-in": {"sliding_layers": (0, 1), "sliding_window": 5, "sample_from_anchor": False},
+    "sliding causal": {"sliding_layers": (0,), "sliding_window": 3, "is_causal": True},
+    "pruned": {"draft_ids": KEPT},
+    "pruned gated fill-in": {"draft_ids": KEPT, "markov_head_type": "gated", "sample_from_anchor": False},
+}
+TIGHT = {"rtol": 1e-4, "atol": 2e-5}  # float32 against float64 through two layers
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return tiny_target()
+
+
+# ---- a twin in float64: one block at a time, loops, concatenated keys and a dense mask
+
+
+def norm(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turn(x, positions, theta):
+    """Rotary embedding as complex numbers: x [S, heads, d], positions [S]."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)  # [S, half]
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def dense_attention(q, k, v, mask):
+    """q [L, Hq, d], k and v [S, Hkv, d], mask [L, S] True where seen -> [L, Hq, d]."""
+    groups = q.shape[1] // k.shape[1]
+    out = torch.zeros_like(q)
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head // groups].T / q.shape[-1] ** 0.5
+        out[:, head] = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v[:, head // groups]
+    return out
+
+
+def seen(slots: int, anchor: int, start: int, causal: bool, window: int | None) -> torch.Tensor:
+    """[slots, anchor - start + slots]: context rows start..anchor-1, then the block's own slots."""
+    mask = torch.zeros(slots, anchor - start + slots, dtype=torch.bool)
+    for i, row in itertools.product(range(slots), range(start, anchor)):
+        mask[i, row - start] = window is None or anchor + i - row < window
+    for i, j in itertools.product(range(slots), repeat=2):
+        mask[i, anchor - start + j] = j <= i or not causal
+    return mask
+
+
+def twin_hidden(drafter, features, anchor_token: int, n: int) -> torch.Tensor:
+    """Hidden states [n, H] of the slots that predict; features [L-1, m*H]: the anchor is the L-th token."""
+    config, weights = drafter.config, {k: v.double() for k, v in drafter.state_dict().items()}
+    eps, theta, d = config.rms_norm_eps, config.rope_theta, config.head_dim
+    length, at = n + (not config.sample_from_anchor), len(features)
+    context = norm(features.double() @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    x = weights["embed_tokens.weight"][[anchor_token] + [config.mask_token_id] * (length - 1)]
+    before, own = torch.arange(at, dtype=torch.float64), torch.arange(at, at + length, dtype=torch.float64)
+    for i in range(config.num_hidden_layers):
+        w = {k.removeprefix(f"layers.{i}."): v for k, v in weights.items() if k.startswith(f"layers.{i}.")}
+        h = norm(x, w["input_layernorm.weight"], eps)
+
+        def project(states, name, w=w):
+            return (states @ w[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, d))
+
+        q = turn(norm(project(h, "q"), w["self_attn.q_norm.weight"], eps), own, theta)
+        k = norm(project(torch.cat([context, h]), "k"), w["self_attn.k_norm.weight"], eps)
+        k, v = turn(k, torch.cat([before, own]), theta), project(torch.cat([context, h]), "v")
+        window = config.sliding_window if i in config.sliding_layers else None
+        out = dense_attention(q, k, v, seen(length, at, 0, config.is_causal, window))
+        x = x + out.flatten(1) @ w["self_attn.o_proj.weight"].T
+        h = norm(x, w["post_attention_layernorm.weight"], eps)
+        gate, up = h @ w["mlp.gate_proj.weight"].T, h @ w["mlp.up_proj.weight"].T
+        x = x + (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T
+    return norm(x, weights["norm.weight"], eps)[length - n :]
+
+
+def twin_heads(drafter, hidden, previous) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [n, D] and confidence [n] for hidden [n, H] and the target ids before each slot [n]."""
+    config, weights = drafter.config, {k: v.double() for k, v in drafter.state_dict().items()}
+    logits, confidence, s = [], [], torch.zeros(config.markov_rank, dtype=torch.float64)
+    for h, token in zip(hidden, previous.tolist(), strict=True):
+        z, e = weights["lm_head.weight"] @ h, h[:0]
+        if config.markov_rank:
+            e = weights["markov_head.markov_w1.weight"][token]
+            m = e
+            if config.markov_head_type == "gated":
+                m = (weights["markov_head.gate.weight"] @ torch.cat([h, e])).sigmoid() * e
+            elif config.markov_head_type == "rnn":
+                g, c, o = (weights["markov_head.rnn.weight"] @ torch.cat([s, e, h])).chunk(3)
+                s, m = g.sigmoid() * s + (1 - g.sigmoid()) * c.tanh(), o.tanh()
+            z = z + weights["markov_head.markov_w2.weight"] @ m
+        if config.confidence_head:
+            joined = torch.cat([h, e]) if config.confidence_head_with_markov else h
+            score = weights["confidence_head.proj.weight"][0] @ joined + weights["confidence_head.proj.bias"][0]
+            confidence.append(score.sigmoid())
+        logits.append(z)
+    return torch.stack(logits), torch.stack(confidence) if confidence else None
+
+
+# ---- training forward, decoding forward and twin agree on the same block
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_training_and_decoding_and_the_twin_give_the_same_block(toy, variant):
+    drafter = tiny_drafter(toy, **variant)
+    row = packed_row([11, 7])
+    anchors = torch.tensor([0, 1, 5, 9, 11, 12, 16])  # first and last rows of documents among them
+    for n in {1, 2, drafter.config.max_draft_tokens}:
+        trained = drafter.block_hidden(row.features, row.positions, row.tokens, anchors, row.starts[anchors], n)
+        assert trained.shape == (len(anchors), n, HIDDEN)
+        for hidden, anchor in zip(trained, anchors.tolist(), strict=True):
+            context = row.features[row.starts[anchor] : anchor]
+            torch.testing.assert_close(
+                hidden.double(), twin_hidden(drafter, context, int(row.tokens[anchor]), n), **TIGHT
+            )
+            cache = drafter.new_cache(20)
+            drafter.extend(cache, context[:3])  # prefill, then what a step committed
+            drafter.extend(cache, context[3:])
+            token = row.tokens[anchor : anchor + 1]
+            draft = drafter.draft(token, cache, n, temperature=1.0, generator=torch.Generator().manual_seed(anchor))
+            previous = torch.cat([token, draft.tokens[:-1]])
+            logits, confidence = twin_heads(drafter, hidden.double(), previous)
+            torch.testing.assert_close(draft.q.double(), logits.softmax(-1), **TIGHT)
+            if drafter.markov_head:
+                m = drafter.markov_head(previous[None], hidden[None])[0]
+                taught = drafter.lm_head(hidden) + drafter.markov_head.bias(m)
+                torch.testing.assert_close(taught.double(), logits, **TIGHT)
+            assert (draft.confidence is None) == (confidence is None)
+            if confidence is not None:
+                torch.testing.assert_close(draft.confidence.double(), confidence, **TIGHT)
+
+
+def test_greedy_drafts_are_the_argmax_of_the_twin(toy):
+    for variant in ({}, {"draft_ids": KEPT, "sample_from_anchor": False}, {"markov_head_type": "rnn"}):
+        drafter = tiny_drafter(toy, **variant)
+        row, n = packed_row([9]), 3
+        cache = drafter.new_cache(9)
+        drafter.extend(cache, row.features[:8])
+        draft = drafter.draft(row.tokens[8:], cache, n)
+        hidden = twin_hidden(drafter, row.features[:8], int(row.tokens[8]), n)
+        logits, _ = twin_heads(drafter, hidden, torch.cat([row.tokens[8:], draft.tokens[:-1]]))
+        assert draft.q is None
+        assert draft.tokens.tolist() == drafter.to_target_ids(logits.argmax(-1)).tolist()
+
+
+def test_sampled_drafts_come_from_the_q_they_state(toy):
+    drafter = tiny_drafter(toy, draft_ids=KEPT)
+    cache = drafter.new_cache(4)
+    drafter.extend(cache, packed_row([4]).features)
+    draws = 500
+    anchor, generator = torch.tensor([7]), torch.Generator().manual_seed(0)
+    drafts = [drafter.draft(anchor, cache, 1, temperature=2.0, generator=generator) for _ in range(draws)]
+    counts = torch.bincount(torch.cat([draft.tokens for draft in drafts]), minlength=VOCAB)[KEPT]
+    q = drafts[0].q[0]
+    spread = (draws * q * (1 - q)).sqrt()
+    assert int(counts.sum()) == draws  # nothing outside the draft vocabulary
+    assert ((counts - draws * q).abs() < 4 * spread + 1).all()
+
+
+# ---- layout (pitfalls 1, 3, 8, 53, 54)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_labels_follow_the_anchor_in_both_layouts(layout):
+    config = tiny_config(sample_from_anchor=layout)
+    n = config.max_draft_tokens
+    assert n == (4 if layout else 3)
+    row = packed_row([20])._replace(tokens=torch.arange(20))
+    labels, supervised = supervision(row, torch.tensor([5]), n)
+    assert labels.tolist() == [[6, 7, 8, 9][:n]] and supervised.all()
+
+
+def permutation_drafter(target, shift: int, **changes) -> DSparkDrafter:
+    """Its backbone says nothing; its Markov table puts +100 on token t + shift after token t."""
+    drafter = tiny_drafter(target, markov_rank=VOCAB, **changes)
+    drafter.lm_head.weight.zero_()
+    drafter.markov_head.markov_w1.weight.data = torch.eye(VOCAB)
+    drafter.markov_head.markov_w2.weight.data = 100 * torch.eye(VOCAB).roll(shift, 0)
+    return drafter
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_markov_bias_looks_at_the_token_before_the_predicted_one(toy, layout):
+    drafter = permutation_drafter(toy, 1, sample_from_anchor=layout, confidence_head=False)
+    n = drafter.config.max_draft_tokens
+    cache = drafter.new_cache(8)
+    drafter.extend(cache, packed_row([6]).features)
+    assert drafter.draft(torch.tensor([6]), cache, n).tokens.tolist() == [7, 8, 9, 10][:n]
+    config = TrainConfig(ce_weight=1.0, kl_weight=0.0, dtype="float32")
+    for rise, loss in ((1, 0.0), (2, 100.0)):  # teacher forcing: exact on rising tokens, lost where they rise by two
+        row = packed_row([16])._replace(tokens=torch.arange(16) * rise)
+        anchors = torch.arange(16 - n)
+        labels, supervised = supervision(row, anchors, n)
+        batch = MicroBatch(row, anchors, labels, supervised, supervised.float())
+        _, log = drafter_loss(drafter, toy.lm_head, batch, float(supervised.sum()), config)
+        assert log["ce"] == pytest.approx(loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("length", [1, 2, 1000])
+def test_a_block_starts_at_its_anchors_position(toy, layout, length, monkeypatch):
+    drafter = tiny_drafter(toy, sample_from_anchor=layout)
+    positions, rotary = [], drafter._rotary
+    monkeypatch.setattr(drafter, "_rotary", lambda p: positions.append(p.flatten().tolist()) or rotary(p))
+    cache = drafter.new_cache(length)
+    drafter.extend(cache, torch.randn(length - 1, 2 * HIDDEN))  # `length` tokens committed, the anchor among them
+    drafter.draft(torch.tensor([5]), cache, 3)
+    context, block = positions
+    assert context == list(range(length - 1))
+    assert block == list(range(length - 1, length + (2 if layout else 3)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_more_drafts_than_the_layout_allows_are_an_error(toy, layout):
+    drafter = tiny_drafter(toy, sample_from_anchor=layout)
+    most = 4 if layout else 3
+    cache = drafter.new_cache(4)
+    drafter.draft(torch.tensor([5]), cache, most)
+    row, anchors = packed_row([9]), torch.tensor([3])
+    for n in (0, most + 1):
+        with pytest.raises(ValueError, match=f"num_speculative_tokens = {n}"):
+            drafter.draft(torch.tensor([5]), cache, n)
+        with pytest.raises(ValueError, match=f"num_speculative_tokens = {n}"):
+            drafter.block_hidden(row.features, row.positions, row.tokens, anchors, anchors * 0, n)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_shorter_block_changes_its_first_drafts_only_if_slots_see_later_ones(toy, layout, causal):
+    drafter = tiny_drafter(toy, sample_from_anchor=layout, is_causal=causal, sliding_layers=(0,), sliding_window=4)
+    row, anchors = packed_row([12]), torch.tensor([2, 7])
+    args = (row.features, row.positions, row.tokens, anchors, anchors * 0)
+    long, short = drafter.block_hidden(*args, 3), drafter.block_hidden(*args, 2)
+    difference = float((long[:, :2] - short).abs().max())
+    assert difference < 1e-5 if causal else difference > 1e-2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_flipping_is_causal_or_the_window_changes_the_block(toy, layout):
+    row, anchors = packed_row([12]), torch.tensor([8])
+    outputs = []
+    for changes in ({}, {"is_causal": True}, {"sliding_layers": (0,), "sliding_window": 4}):
+        drafter = tiny_drafter(toy, sample_from_anchor=layout, **changes)
+        outputs.append(drafter.block_hidden(row.features, row.positions, row.tokens, anchors, anchors * 0, 3))
+    for a, b in itertools.combinations(outputs, 2):
+        assert float((a - b).abs().max()) > 1e-2
+
+
+# ---- what a block may see (pitfalls 19, 20, 21)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_block_sees_no_feature_from_its_anchor_on(toy, window):
+    sliding = {} if window is None else {"sliding_layers": (0, 1), "sliding_window": window}
+    drafter = tiny_drafter(toy, **sliding)
+    row, anchors, at = packed_row([16]), torch.tensor([2, 5, 6, 7, 11, 14]), 6
+    args = (row.positions, row.tokens, anchors, row.starts[anchors], 3)
+    before = drafter.block_hidden(row.features, *args)
+    changed = row.features.clone()
+    changed[at] += 1
+    after = drafter.block_hidden(changed, *args)
+    moved = (before != after).flatten(1).any(1)
+    reach = 16 if window is None else at + window
+    assert moved.tolist() == [at < a < reach for a in anchors.tolist()]
+
+
+def test_blocks_do_not_see_each_other(toy):
+    drafter = tiny_drafter(toy)
+    row, anchors = packed_row([16]), torch.tensor([4, 5, 6])
+    before = drafter.block_hidden(row.features, row.positions, row.tokens, anchors, anchors * 0, 4)
+    tokens = row.tokens.clone()
+    tokens[5] = 3 if tokens[5] != 3 else 4
+    after = drafter.block_hidden(row.features, row.positions, tokens, anchors, anchors * 0, 4)
+    assert (before != after).flatten(1).any(1).tolist() == [False, True, False]
+
+
+def test_packed_documents_are_drafted_as_if_alone(toy):
+    drafter = tiny_drafter(toy)
+    both = packed_row([10, 6])
+    assert both.positions.tolist() == [*range(10), *range(6)]
+    anchors = sample_anchors(both, 100, torch.Generator().manual_seed(0))
+    assert anchors.tolist() == [*range(9), *range(10, 15)]  # the last token of a document has nothing to predict
+    packed = drafter.block_hidden(both.features, both.positions, both.tokens, anchors, both.starts[anchors], 4)
+    for start, end in ((0, 10), (10, 16)):
+        own = anchors[(anchors >= start) & (anchors < end)]
+        alone = drafter.block_hidden(
+            both.features[start:end], torch.arange(end - start), both.tokens[start:end], own - start, own * 0, 4
+        )
+        torch.testing.assert_close(packed[(anchors >= start) & (anchors < end)], alone)
+    labels, supervised = supervision(both, anchors, 4)
+    inside = [[a + k < (10 if a < 10 else 16) for k in range(1, 5)] for a in anchors.tolist()]
+    assert supervised.tolist() == inside
+    next_tokens = torch.cat([both.tokens, both.tokens[-1:]])[anchors + 1]
+    assert torch.equal(labels[:, 0], next_tokens)
+
+
+# ---- block attention against the dense mask (pitfall 33)
+
+CASES = {
+    "one document": ([20], [1, 4, 9, 19]),
+    "several documents": ([5, 9, 7], [0, 4, 5, 6, 13, 14, 20]),
+    "one anchor": ([20], [11]),
+    "empty context": ([6, 6], [0, 6]),
+    "anchors at the end": ([8, 8], [7, 15]),
+    "an anchor twice": ([20], [9, 9, 12]),
+    "a document without anchors": ([6, 6, 6], [3, 14]),
+}
+
+
+@pytest.mark.parametrize("lengths, anchors", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 64])
+@pytest.mark.parametrize("heads, kv", [(4, 2), (6, 1), (3, 3)])
+@torch.enable_grad()
+def test_block_attention_equals_a_dense_mask(lengths, anchors, causal, window, heads, kv):
+    total, n, d, anchors = sum(lengths), 3, 8, torch.tensor(anchors)
+    ends = torch.tensor(lengths).cumsum(0)
+    starts = (ends - torch.tensor(lengths))[torch.searchsorted(ends, anchors, right=True)]
+    generator = torch.Generator().manual_seed(total + heads)
+    shapes = ((len(anchors), n, heads, d), *[(total, kv, d)] * 2, *[(len(anchors), n, kv, d)] * 2)
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    out = block_attention(*inputs, anchors, starts, causal, window)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    q, context_k, context_v, block_k, block_v = doubles
+    wanted = []
+    for i, (anchor, start) in enumerate(zip(anchors.tolist(), starts.tolist(), strict=True)):
+        k = torch.cat([context_k[start:anchor], block_k[i]])
+        v = torch.cat([context_v[start:anchor], block_v[i]])
+        wanted.append(dense_attention(q[i], k, v, seen(n, anchor, start, causal, window)))
+    wanted = torch.stack(wanted)
+    assert out.shape == wanted.shape and out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+    signal = torch.randn(wanted.shape, generator=generator)
+    gradients = torch.autograd.grad(out, inputs, signal)
+    for mine, twins in zip(gradients, torch.autograd.grad(wanted, doubles, signal.double()), strict=True):
+        torch.testing.assert_close(mine.double(), twins, rtol=1e-4, atol=1e-5)
+
+
+def test_block_attention_in_bfloat16_is_within_its_rounding():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 4, 4, 16), *[(30, 2, 16)] * 2, *[(3, 4, 2, 16)] * 2)
+    inputs = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    anchors = torch.tensor([3, 17, 29])
+    out = block_attention(*inputs, anchors, anchors * 0)
+    exact = block_attention(*(x.float() for x in inputs), anchors, anchors * 0)
+    assert out.dtype == torch.bfloat16
+    assert float((out.float() - exact).norm() / exact.norm()) < 2**-7
+
+
+# ---- heads that are off (pitfall 36)
+
+
+def test_rank_0_is_plain_dflash_bit_for_bit(toy):
+    plain = tiny_drafter(toy, markov_rank=0, confidence_head=False)
+    scored = tiny_drafter(toy, markov_rank=0, confidence_head_with_markov=False)
+    silent = tiny_drafter(toy)
+    for other in (scored, silent):
+        other.load_state_dict({**other.state_dict(), **plain.state_dict()})
+    silent.markov_head.markov_w2.weight.data.zero_()
+    features, anchor = packed_row([9]).features, torch.tensor([8])
+    drafts = []
+    for drafter in (plain, scored, silent):
+        cache = drafter.new_cache(9)
+        drafter.extend(cache, features)
+        generator = torch.Generator().manual_seed(3)
+        drafts.append(drafter.draft(anchor, cache, 4, temperature=1.0, generator=generator))
+    for other in drafts[1:]:
+        assert torch.equal(drafts[0].tokens, other.tokens) and torch.equal(drafts[0].q, other.q)
+    assert drafts[0].confidence is None and drafts[1].confidence.shape == drafts[2].confidence.shape == (4,)
+
+
+def test_a_new_drafter_has_no_bias_and_even_confidence():
+    torch.manual_seed(0)
+    drafter = DSparkDrafter(tiny_config())
+    hidden, previous = torch.randn(5, HIDDEN), torch.arange(5)
+    m, _ = drafter.markov_head.step(previous, hidden, None)
+    assert not drafter.markov_head.bias(m).any()
+    assert not drafter.confidence_head(hidden, m).any()  # sigmoid(0) = 0.5
+
+
+# ---- the draft vocabulary (pitfalls 39 to 43)
+
+
+def test_vocabulary_maps_hold_offsets():
+    d2t, t2d = vocabulary_maps(torch.tensor([1, 4, 5, 9]), 10)
+    assert d2t.tolist() == [1, 3, 3, 6]
+    assert t2d.nonzero().flatten().tolist() == [1, 4, 5, 9] and t2d.shape == (10,) and t2d.dtype == torch.bool
+
+
+@pytest.mark.parametrize("ids", [[4, 1, 5], [1, 1, 4], [-1, 4], [1, 10]])
+def test_vocabulary_ids_out_of_order_or_range_are_refused(ids):
+    with pytest.raises(ValueError, match="rise strictly within 0..9"):
+        vocabulary_maps(torch.tensor(ids), 10)
+
+
+def test_ids_go_to_the_target_and_back(toy):
+    drafter = tiny_drafter(toy, draft_ids=KEPT)
+    assert torch.equal(drafter.to_target_ids(torch.arange(len(KEPT))), KEPT)
+    back = drafter.to_draft_ids(torch.arange(VOCAB))
+    assert back.tolist() == [i // 3 if i % 3 == 0 else -1 for i in range(VOCAB)]
+    whole = tiny_drafter(toy)
+    assert torch.equal(whole.to_draft_ids(KEPT), KEPT) and torch.equal(whole.to_target_ids(KEPT), KEPT)
+
+
+def test_markov_table_reads_target_ids_and_writes_draft_columns(toy):
+    """Kept {1, 4, 5, 9}: after draft index 2 (target id 5) the next bias must come from W1[5], not W1[2]."""
+    ids = torch.tensor([1, 4, 5, 9])
+    drafter = tiny_drafter(toy, draft_ids=ids, markov_rank=VOCAB)
+    drafter.lm_head.weight.zero_()
+    w1, w2 = drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight
+    assert w1.shape == (VOCAB, VOCAB) and w2.shape == (4, VOCAB)
+    w1.data = torch.eye(VOCAB)
+    w2.data = torch.zeros(4, VOCAB)
+    after = {7: 2, 5: 3, 9: 0, 1: 2, 2: 1}  # token before (target id) -> favourite (draft id)
+    for token, favourite in after.items():
+        w2.data[favourite, token] = 100
+    draft = drafter.draft(torch.tensor([7]), drafter.new_cache(4), 4)
+    assert draft.tokens.tolist() == [5, 9, 1, 5]
+
+
+def test_a_pruned_head_is_its_rows_of_the_targets_and_shares_nothing(toy):
+    pruned = tiny_drafter(toy, draft_ids=KEPT)
+    assert torch.equal(pruned.lm_head.weight, toy.lm_head[KEPT])
+    assert pruned.lm_head.weight.untyped_storage().data_ptr() != toy.lm_head.untyped_storage().data_ptr()
+    whole = tiny_drafter(toy)
+    assert torch.equal(whole.lm_head.weight, toy.lm_head)
+    with pytest.raises(ValueError, match=r"LM head is \(14, 32\), this drafter wants \(13, 32\)"):
+        DSparkDrafter(tiny_config(draft_vocab_size=13)).adopt_target(toy.embed_tokens, toy.lm_head, KEPT)
