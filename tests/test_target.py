@@ -1,0 +1,231 @@
+"""The target's own forward pass against transformers': real weights, every family, every tap, cache and ragged rows."""
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_target
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dspark.config import PRESETS
+from dspark.target import EMBEDDED, Target, embedded_target
+
+SHAPE = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 2,
+}  # fmt: skip
+LONG_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 32, "rope_theta": 1e4}  # fmt: skip
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama, tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "llama, scaled rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LONG_ROPE}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2 with bias": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3 with q/k norm": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+}
+TEXTS = ("The capital of France is Paris, and", "def fib(n):\n    if n < 2:", "Hi")
+
+
+def random_model(config_class, model_class, changes):
+    torch.manual_seed(0)
+    model = model_class(config_class(**SHAPE, **changes)).eval()
+    for parameter in model.parameters():  # biases and norms too, which start as 0 and 1
+        parameter.data += torch.randn_like(parameter) * (0.1 if parameter.ndim == 2 else 0.3)
+    return model
+
+
+def run(target, tokens, start=0, cache=None):
+    tokens = torch.tensor(tokens)
+    cache = cache or target.new_cache(len(tokens), 64)
+    return target.forward(tokens, cache, start)
+
+
+# ---- every family, tiny and random
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_family_equals_transformers(family):
+    model = random_model(*family)
+    target = Target(model, None, "toy")
+    tokens = torch.randint(50, (2, 60), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    cache = target.new_cache(2, 60)
+    parts = [target.forward(tokens[:, a:b], cache, a).hidden for a, b in ((0, 40), (40, 47), (47, 48), (48, 60))]
+    torch.testing.assert_close(target.logits(torch.cat(parts, 1)), wanted, rtol=1e-4, atol=1e-4)
+
+
+# ---- taps and the final norm (pitfalls 11 to 15)
+
+
+@pytest.mark.parametrize("layer_ids", [(0,), (0, 2), (1, 3), (0, 1, 2, 3), ()])
+def test_taps_are_block_outputs_in_transformers_counting_plus_one(layer_ids):
+    model, target = tiny_model(), tiny_target(layer_ids)
+    outputs = []
+    for layer in model.model.layers:  # what leaves each block, the last one before the final norm
+        layer.register_forward_hook(lambda *a: outputs.append(a[2][0] if isinstance(a[2], tuple) else a[2]))
+    tokens = torch.tensor([[5, 6, 7, 8, 30]])
+    with torch.no_grad():
+        states = model(tokens, output_hidden_states=True).hidden_states
+    out = run(target, tokens.tolist())
+    if not layer_ids:
+        assert out.features is None
+        return
+    wanted = torch.cat([outputs[layer] for layer in layer_ids], -1)
+    torch.testing.assert_close(out.features, wanted, rtol=1e-4, atol=1e-4)
+    for slot, layer in enumerate(layer_ids):
+        if layer < 3:  # hidden_states[L + 1]; its last entry is after the final norm
+            mine = out.features[..., 32 * slot : 32 * (slot + 1)]
+            torch.testing.assert_close(mine, states[layer + 1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.hidden, states[-1], rtol=1e-4, atol=1e-4)
+
+
+# ---- refused
+
+
+def test_an_unsupported_architecture_is_refused_by_name(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="model_type 'gpt2'; supported are .*llama.*qwen3"):
+        Target.load(str(tmp_path))
+
+
+UNSUPPORTED = {
+    "attention bias": ({"attention_bias": True}, "self_attn.o_proj.bias"),
+    "MLP bias": ({"mlp_bias": True}, "mlp.down_proj.bias"),
+    "another activation": ({"hidden_act": "gelu"}, "activation 'gelu'"),
+}
+
+
+@pytest.mark.parametrize("changes, named", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_what_the_forward_pass_would_leave_out_is_refused(changes, named):
+    with pytest.raises(ValueError, match=f"target 'toy' is not supported: .*{named}"):
+        Target(random_model(LlamaConfig, LlamaForCausalLM, changes), None, "toy")
+
+
+def test_a_sliding_target_is_exact_up_to_its_window_and_refused_beyond():
+    model = random_model(MistralConfig, MistralForCausalLM, {"sliding_window": 16})
+    target = Target(model, None, "toy")
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    torch.testing.assert_close(
+        target.logits(run(target, tokens.tolist(), cache=target.new_cache(1, 16)).hidden), wanted
+    )
+    with pytest.raises(ValueError, match="17 tokens asked for, but toy holds 16"):
+        target.new_cache(1, 17)
+
+
+def test_an_unknown_name_says_what_was_tried():
+    with pytest.raises(OSError, match="target 'no/such-model': not a folder here and not reachable on the hub"):
+        Target.load("no/such-model")
+
+
+def test_more_tokens_than_the_target_holds_are_refused():
+    target = tiny_target()
+    with pytest.raises(ValueError, match="257 tokens asked for, but tiny holds 256"):
+        target.new_cache(1, 257)
+
+
+def tokenizer(folder):
+    """A word-level tokenizer of three words, so that the folder loads."""
+    from tokenizers import Tokenizer, models
+
+    inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
+
+
+def test_a_local_folder_loads_with_its_stop_tokens(tmp_path):
+    model = random_model(*FAMILIES["llama"])
+    model.generation_config.eos_token_id = [2, 7]
+    model.save_pretrained(tmp_path)
+    tokenizer(tmp_path)
+    target = Target.load(str(tmp_path), layer_ids=(1,))
+    assert target.eos_token_ids == {2, 7} and target.layer_ids == (1,) and target.dtype == torch.float32
+    with torch.no_grad():
+        wanted = model(torch.tensor([[4, 9]])).logits
+    torch.testing.assert_close(target.logits(run(target, [[4, 9]]).hidden), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_stop_token_of_the_model_config_where_generation_names_none():
+    model = random_model(*FAMILIES["llama"])
+    model.generation_config.eos_token_id = None
+    assert Target(model, None, "toy").eos_token_ids == {2}
+
+
+# ---- the embedded real model
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return AutoModelForCausalLM.from_pretrained(embedded_target(), dtype=torch.float32).eval()
+
+
+def test_the_embedded_target_is_what_its_preset_says(target):
+    config = PRESETS[EMBEDDED]
+    assert (target.vocab_size, target.hidden_size) == (config.vocab_size, config.hidden_size)
+    assert target.num_hidden_layers == config.target_num_hidden_layers
+    assert target.layer_ids == config.target_layer_ids
+    assert config.mask_token_id not in target.eos_token_ids
+    assert target.tokenizer.decode(list(target.eos_token_ids)) == "<|im_end|>"
+
+
+@torch.no_grad()
+def test_real_logits_and_taps_equal_transformers(target, reference):
+    """Pitfalls 12, 13: the LM head on `hidden` is the target's logits; on a state before the final norm it is not."""
+    ids = target.tokenizer(TEXTS[0])["input_ids"]
+    out = run(target, [ids])
+    wanted = reference(torch.tensor([ids]), output_hidden_states=True)
+    torch.testing.assert_close(target.logits(out.hidden), wanted.logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(target.logits(out.hidden).argmax(-1), wanted.logits.argmax(-1))
+    taps = torch.cat([wanted.hidden_states[layer + 1] for layer in target.layer_ids], -1)
+    torch.testing.assert_close(
+        out.features, taps, rtol=1e-4, atol=1e-2
+    )  # the stream's largest values are in the thousands
+    last = []
+    hook = reference.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
+    reference(torch.tensor([ids]))
+    hook.remove()
+    assert float((target.logits(last[0]) - wanted.logits).abs().max()) > 1
+
+
+@torch.no_grad()
+def test_real_cache_continuation_and_ragged_rows_equal_transformers(target, reference):
+    """Right-padded prefill, then rows that stand at different lengths go on together; a rejected row is overwritten."""
+    rows = [target.tokenizer(text)["input_ids"] for text in TEXTS]
+    lengths, more = torch.tensor([len(row) for row in rows]), [[28, 30], [216, 39], [17, 253]]
+    padded = [row + [0] * (int(lengths.max()) - len(row)) for row in rows]
+    cache = target.new_cache(3, 32)
+    prefill = target.logits(target.forward(torch.tensor(padded), cache, 0).hidden)
+    target.forward(torch.tensor([[99, 98, 97]] * 3), cache, lengths)  # drafts that will be rejected
+    two = target.logits(target.forward(torch.tensor(more), cache, lengths).hidden)
+    one = target.logits(target.forward(torch.tensor([[42]] * 3), cache, lengths + 2).hidden)
+    for i, row in enumerate(rows):
+        wanted = reference(torch.tensor([row + more[i] + [42]])).logits[0]
+        tight = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(prefill[i, : len(row)], wanted[: len(row)], **tight)
+        torch.testing.assert_close(torch.cat([two[i], one[i]]), wanted[len(row) :], **tight)
+    cache.select(torch.tensor([False, True, True]))
+    left = target.logits(target.forward(torch.tensor([[5]] * 2), cache, lengths[1:] + 3).hidden)
+    wanted = reference(torch.tensor([rows[1] + more[1] + [42, 5]])).logits[0, -1]
+    torch.testing.assert_close(left[0, 0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_chat_ids_are_the_templates(target):
+    ids = target.encode_chat([{"role": "user", "content": "Hi"}])
+    text = target.tokenizer.decode(ids)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    bare = target.encode_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=False)
+    assert target.tokenizer.decode(bare) + "<|im_start|>assistant\n" == text
