@@ -20,6 +20,10 @@ _SAME_NAME = (
     "block_size", "sample_from_anchor", "is_causal", "sliding_window", "draft_vocab_size", "markov_rank",
     "markov_head_type", "confidence_head_with_markov",
 )  # fmt: skip
+_OPTIONAL = {  # where a config leaves them out, the defaults of DSparkConfig are the format's
+    "sample_from_anchor", "is_causal", "sliding_window", "draft_vocab_size", "markov_head_type",
+    "confidence_head_with_markov",
+}  # fmt: skip
 
 
 def to_native(config: DSparkConfig) -> dict:
@@ -48,20 +52,20 @@ def to_native(config: DSparkConfig) -> dict:
 
 def from_native(native: dict) -> DSparkConfig:
     """Inverse of to_native; a missing field is a ValueError that names it."""
-    fields = {name: native[name] for name in _SAME_NAME if name in native}
-    if "rope_theta" not in fields:
-        fields["rope_theta"] = native.get("rope_parameters", {}).get("rope_theta")
-    try:
-        return DSparkConfig(
-            target=native["target_model"],
-            target_num_hidden_layers=native["num_target_layers"],
-            target_layer_ids=tuple(native["target_layer_ids"]),
-            sliding_layers=tuple(i for i, t in enumerate(native.get("layer_types") or []) if t == "sliding_attention"),
-            confidence_head=native.get("enable_confidence_head", False),
-            **fields,
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"config.json is not a native DSpark config: {error}") from error
+    rope = native.get("rope_theta") or native.get("rope_parameters", {}).get("rope_theta")
+    native = {**native, "rope_theta": rope}
+    needed = {*_SAME_NAME, "target_model", "num_target_layers", "target_layer_ids"} - _OPTIONAL
+    missing = sorted(name for name in needed if native.get(name) is None)
+    if missing:
+        raise ValueError(f"config.json is not a native DSpark config: it lacks {', '.join(missing)}")
+    return DSparkConfig(
+        target=native["target_model"],
+        target_num_hidden_layers=native["num_target_layers"],
+        target_layer_ids=native["target_layer_ids"],
+        sliding_layers=[i for i, t in enumerate(native.get("layer_types") or []) if t == "sliding_attention"],
+        confidence_head=native.get("enable_confidence_head", False),
+        **{name: native[name] for name in _SAME_NAME if name in native},
+    )
 
 
 def _own(drafter: DSparkDrafter) -> dict[str, torch.Tensor]:
@@ -87,7 +91,7 @@ def save(drafter: DSparkDrafter, folder: Path, dtype=torch.bfloat16) -> None:
 
 
 def load(folder: Path, target, dtype=None) -> DSparkDrafter:
-    """A drafter ready to draft for `target` (its embedding and, unless pruned, its LM head are shared)."""
+    """A drafter ready to draft for `target`, with the target's embedding and LM head where the file has none."""
     folder = Path(folder)
     try:
         config = from_native(json.loads((folder / "config.json").read_text()))
@@ -96,22 +100,24 @@ def load(folder: Path, target, dtype=None) -> DSparkDrafter:
         raise FileNotFoundError(f"no drafter in {folder.name}: {Path(error.filename).name} is missing") from error
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder.name} is damaged: {error}") from error
-    if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
-        theirs = f"hidden {target.hidden_size}, vocabulary {target.vocab_size}"
-        raise ValueError(f"{folder.name} drafts for {config.target!r}; {target.name!r} does not fit ({theirs})")
+    try:
+        config.check_target(target)
+    except ValueError as error:
+        raise ValueError(f"{folder.name} drafts for {config.target!r}, not {target.name!r}: {error}") from error
     with torch.device("meta"):
         drafter = DSparkDrafter(config)
-    _check(tensors, _own(drafter), folder.name)
+    _check(tensors, drafter, folder.name)
     if config.draft_vocab_size is not None:
         _check_vocabulary(tensors["d2t"], tensors["t2d"], folder.name)
-    tensors["embed_tokens.weight"] = target.embed_tokens
+    tensors.setdefault("embed_tokens.weight", target.embed_tokens)  # a file's own tensors win
     tensors.setdefault("lm_head.weight", target.lm_head)
     drafter.load_state_dict(tensors, assign=True)
     return drafter.to(dtype or target.dtype).to(target.device).eval().requires_grad_(False)
 
 
-def _check(found: dict, wanted: dict, name: str) -> None:
-    missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+def _check(found: dict, drafter: DSparkDrafter, name: str) -> None:
+    wanted = drafter.state_dict()
+    missing, unexpected = sorted(set(_own(drafter)) - set(found)), sorted(set(found) - set(wanted))
     if missing or unexpected:
         raise ValueError(
             f"{name}: missing tensors {missing[:4]}, unexpected {unexpected[:4]}: not this config's weights"

@@ -94,6 +94,29 @@ class DSparkConfig:
             )
         return num_speculative_tokens if self.sample_from_anchor else num_speculative_tokens + 1
 
+    def check_target(self, target) -> None:
+        """ValueError unless a drafter of this shape can serve `target` (a dspark.target.Target)."""
+        theirs = {
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "target_num_hidden_layers": target.num_hidden_layers,
+        }
+        for name, value in theirs.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"DSparkConfig.{name} = {getattr(self, name)}, but target {target.name!r} has {value}")
+        special = set(target.eos_token_ids)
+        if target.tokenizer is not None:
+            special |= {target.tokenizer.bos_token_id, target.tokenizer.pad_token_id}
+        if self.mask_token_id in special:
+            mask = f"DSparkConfig.mask_token_id = {self.mask_token_id}"
+            raise ValueError(f"{mask}: {target.name!r} begins, ends or pads with it; take an id that it never uses")
+
+    def check_taps(self, target) -> None:
+        """ValueError unless `target` taps the layers that the drafter reads: others would run, and draft badly."""
+        if target.layer_ids != self.target_layer_ids:
+            wanted = f"the drafter reads {self.target_layer_ids}: set layer_ids"
+            raise ValueError(f"target {target.name!r} taps layers {target.layer_ids}, {wanted}")
+
     def replace(self, **changes) -> "DSparkConfig":
         return dataclasses.replace(self, **changes)
 

@@ -100,9 +100,8 @@ def decode(
         raise ValueError(f"num_speculative_tokens = {n} needs a drafter; n = 0 is the autoregressive baseline")
     if not prompt:
         raise ValueError("the prompt holds no token: give at least one")
-    if n and target.layer_ids != drafter.config.target_layer_ids:
-        wanted = drafter.config.target_layer_ids
-        raise ValueError(f"{target.name} taps layers {target.layer_ids}, this drafter reads {wanted}: set layer_ids")
+    if n:
+        drafter.config.check_taps(target)
     if threshold > 0 and n and drafter.confidence_head is None:
         raise ValueError(f"threshold = {threshold} needs a drafter with a confidence head")
     stop = target.eos_token_ids if stop_token_ids is None else stop_token_ids

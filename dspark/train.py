@@ -188,6 +188,7 @@ class Trainer:
     """One process. Resumes from the newest complete checkpoint in `folder`; a killed save leaves none half-written."""
 
     def __init__(self, drafter: DSparkDrafter, target: Target, source, heldout: list[str], config: TrainConfig, folder):
+        drafter.config.check_taps(target)
         self.drafter, self.target, self.source, self.heldout = drafter, target, source, heldout
         self.config, self.folder = config, Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -325,6 +326,7 @@ def _keep_until(path: Path, step: int) -> None:
 
 def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], seed: int) -> DSparkDrafter:
     """A freshly initialised float32 drafter on the target's frozen embedding and LM head."""
+    config.check_target(target)
     torch.manual_seed(seed)
     drafter = DSparkDrafter(config).to(target.device)
     ids = None

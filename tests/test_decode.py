@@ -155,7 +155,7 @@ def test_missing_or_unfit_drafters_are_named(toy):
 def test_other_taps_than_the_drafters_are_refused():
     """Same number of taps, other layers: it would run, and draft badly."""
     other = tiny_target(layer_ids=(1, 2))
-    with pytest.raises(ValueError, match=r"taps layers \(1, 2\).*\(0, 2\)"):
+    with pytest.raises(ValueError, match=r"taps layers \(1, 2\), the drafter reads \(0, 2\)"):
         answer(other, tiny_drafter(other), [5], 3, 4)
     assert len(answer(other, None, [5], 0, 4).tokens) == 4  # the baseline needs none
 
@@ -345,7 +345,7 @@ def test_a_pruned_q_is_scattered_to_target_ids(toy):
     p = p / p.sum(-1, keepdim=True)
     wide = decoding._in_target_ids(q, 2, drafter, p)
     assert torch.equal(wide[:, ids], q) and float(wide.sum()) == pytest.approx(2)
-    draws, generator = 20_000, torch.Generator().manual_seed(1)
+    draws, generator = 8_000, torch.Generator().manual_seed(1)
     drafts = torch.multinomial(q[0], draws, True, generator=generator)
     counts = torch.zeros(VOCAB)
     for token in ids[drafts].split(1):
@@ -421,7 +421,7 @@ def p_value(target, drafter, prompt, temperature, runs, threshold=0.0) -> float:
 
 @pytest.mark.parametrize("temperature, threshold", [(0.8, 0.0), (1.0, 0.0), (1.0, 0.3)])
 def test_sampled_answers_have_the_targets_distribution(small, temperature, threshold):
-    assert p_value(*small, [3, 1], temperature, 1200, threshold) > 0.01
+    assert p_value(*small, [3, 1], temperature, 600, threshold) > 0.01
 
 
 @pytest.mark.parametrize("fault", ["q of another temperature", "q uniform"])
@@ -436,7 +436,7 @@ def test_a_wrong_q_is_found_out(small, fault, monkeypatch):
         return Draft(tokens, wrong / wrong.sum(-1, keepdim=True), confidence)
 
     monkeypatch.setattr(drafter, "draft", lying)
-    assert p_value(target, drafter, [3, 1], 1.0, 1200) < 1e-6
+    assert p_value(target, drafter, [3, 1], 1.0, 600) < 1e-6
 
 
 def test_sampling_repeats_with_its_seed(toy):

@@ -1,0 +1,296 @@
+"""Drafters on disk: what is written is read back exactly, and what does not fit is refused by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB, packed_row, tiny_config, tiny_drafter, tiny_model, tiny_target
+
+from dspark import checkpoint
+from dspark.config import PRESETS
+from dspark.decode import answer
+from dspark.evaluate import COMMITTED_DRAFTER
+from dspark.target import Target
+from dspark.train import new_drafter
+
+KEPT = torch.arange(0, VOCAB, 3)
+VARIANTS = {
+    "anchor-first": {},
+    "fill-in": {"sample_from_anchor": False},
+    "pruned": {"draft_ids": KEPT},
+    "gated": {"markov_head_type": "gated"},
+    "rnn, pruned": {"markov_head_type": "rnn", "draft_ids": KEPT},
+    "no heads": {"markov_rank": 0, "confidence_head": False},
+    "confidence alone": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "markov alone": {"confidence_head": False},
+    "sliding": {"sliding_layers": (1,), "sliding_window": 6},
+    "causal": {"is_causal": True},
+}
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return tiny_target()
+
+
+@pytest.fixture
+def saved(toy, tmp_path):
+    """Folder of a pruned drafter with both heads."""
+    checkpoint.save(tiny_drafter(toy, draft_ids=KEPT), tmp_path / "drafter", torch.float32)
+    return tmp_path / "drafter"
+
+
+@torch.no_grad()
+def draft(drafter):
+    cache, row = drafter.new_cache(9), packed_row([9])
+    drafter.extend(cache, row.features[:8].to(drafter.fc.weight.dtype))
+    n = drafter.config.max_draft_tokens
+    return drafter.draft(row.tokens[8:], cache, n, 1.0, torch.Generator().manual_seed(0))
+
+
+def same_draft(a, b):
+    assert torch.equal(a.tokens, b.tokens)
+    torch.testing.assert_close(a.q, b.q, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-5, atol=1e-6)
+
+
+def rewrite(folder, **tensors):
+    """Put tensors into the file; None takes one out. Dots in names are written as __."""
+    found = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        name = name.replace("__", ".")
+        found.pop(name, None)
+        if tensor is not None:
+            found[name] = tensor
+    save_file(found, folder / "model.safetensors")
+
+
+def reconfigure(folder, **fields):
+    native = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(native))
+
+
+# ---- round trip
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_drafter_comes_back_with_identical_drafts(toy, variant, tmp_path):
+    drafter = tiny_drafter(toy, **variant)
+    checkpoint.save(drafter, tmp_path / "drafter", torch.float32)
+    back = checkpoint.load(tmp_path / "drafter", toy)
+    assert back.config == drafter.config
+    weights, returned = drafter.state_dict(), back.state_dict()
+    assert set(weights) == set(returned) and all(torch.equal(weights[name], returned[name]) for name in weights)
+    same_draft(draft(back), draft(drafter))
+    assert not any(p.requires_grad for p in back.parameters())
+
+
+def test_flipping_is_causal_in_the_config_changes_the_drafts(toy, saved):
+    """Pitfall 54: the file carries it, and the loader obeys."""
+    bidirectional = draft(checkpoint.load(saved, toy))
+    assert json.loads((saved / "config.json").read_text())["is_causal"] is False
+    reconfigure(saved, is_causal=True)
+    assert float((draft(checkpoint.load(saved, toy)).q - bidirectional.q).abs().max()) > 1e-3
+
+
+def test_bfloat16_is_the_default_and_rounds_once(toy, tmp_path):
+    drafter = tiny_drafter(toy, draft_ids=KEPT)
+    checkpoint.save(drafter, tmp_path / "drafter")
+    stored = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16, torch.int64, torch.bool}
+    back = checkpoint.load(tmp_path / "drafter", toy)
+    assert back.fc.weight.dtype == toy.dtype
+    assert torch.equal(back.fc.weight, drafter.fc.weight.bfloat16().float())
+    assert torch.equal(back.d2t, drafter.d2t) and torch.equal(back.t2d, drafter.t2d)
+    assert checkpoint.load(tmp_path / "drafter", toy, torch.bfloat16).fc.weight.dtype == torch.bfloat16
+
+
+# ---- the public format
+
+
+def test_weight_names_are_the_public_ones(toy, tmp_path):
+    layer = [
+        *(f"self_attn.{name}_proj.weight" for name in "qkvo"), "self_attn.q_norm.weight", "self_attn.k_norm.weight",
+        *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")), "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+    ]  # fmt: skip
+    common = {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
+        f"layers.{i}.{name}" for i in (0, 1) for name in layer
+    }
+    heads = {f"markov_head.markov_w{i}.weight" for i in (1, 2)} | {
+        f"confidence_head.proj.{k}" for k in ("weight", "bias")
+    }
+    for changes, extra in (({}, set()), ({"draft_ids": KEPT}, {"lm_head.weight", "d2t", "t2d"})):
+        checkpoint.save(tiny_drafter(toy, **changes), tmp_path / "drafter")
+        assert set(load_file(tmp_path / "drafter" / "model.safetensors")) == common | heads | extra
+
+
+def test_config_states_every_default_that_servers_disagree_on(toy, saved):
+    native = json.loads((saved / "config.json").read_text())
+    assert native["architectures"] == ["Qwen3DSparkModel"]
+    assert native["sample_from_anchor"] is True and native["is_causal"] is False
+    assert native["block_size"] == 4 and native["mask_token_id"] == 1 and native["target_layer_ids"] == [0, 2]
+    assert native["enable_confidence_head"] is True and native["markov_head_type"] == "vanilla"
+    assert native["layer_types"] == ["full_attention"] * 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_the_format(name):
+    native = json.loads(json.dumps(checkpoint.to_native(PRESETS[name])))
+    assert checkpoint.from_native(native) == PRESETS[name]
+
+
+# ---- a file's own embedding and LM head (pitfalls 17, 42)
+
+
+def test_own_embedding_and_head_in_the_file_win_over_the_targets(toy, tmp_path):
+    drafter = tiny_drafter(toy)
+    checkpoint.save(drafter, tmp_path / "drafter", torch.float32)
+    shared = checkpoint.load(tmp_path / "drafter", toy)
+    assert torch.equal(shared.lm_head.weight, toy.lm_head) and torch.equal(shared.embed_tokens.weight, toy.embed_tokens)
+    head, embedding = torch.randn(VOCAB, 32), torch.randn(VOCAB, 32)
+    rewrite(tmp_path / "drafter", lm_head__weight=head, embed_tokens__weight=embedding)
+    own = checkpoint.load(tmp_path / "drafter", toy)
+    assert torch.equal(own.lm_head.weight, head) and torch.equal(own.embed_tokens.weight, embedding)
+
+
+def test_a_pruned_head_comes_from_the_file_alone(toy, saved):
+    assert torch.equal(checkpoint.load(saved, toy).lm_head.weight, toy.lm_head[KEPT])
+    rewrite(saved, lm_head__weight=None)
+    with pytest.raises(ValueError, match="missing tensors.*lm_head.weight"):
+        checkpoint.load(saved, toy)
+
+
+# ---- refusals: tensors
+
+BAD_TENSORS = {
+    "missing": ({"fc__weight": None}, r"drafter: missing tensors \['fc.weight'\]"),
+    "missing in a layer": ({"layers__1__mlp__up_proj__weight": None}, "layers.1.mlp.up_proj.weight"),
+    "missing head": ({"confidence_head__proj__bias": None}, "confidence_head.proj.bias"),
+    "missing d2t": ({"d2t": None}, "d2t"),
+    "extra": ({"layers__2__mlp__up_proj__weight": torch.ones(1)}, r"unexpected \['layers.2.mlp.up_proj.weight'\]"),
+    "wrong shape": ({"fc__weight": torch.zeros(32, 32)}, r"fc.weight is \(32, 32\), config.json says \(32, 64\)"),
+    "transposed": ({"markov_head__markov_w1__weight": torch.zeros(8, VOCAB)}, r"markov_w1.weight is \(8, 40\)"),
+    "NaN": ({"norm__weight": torch.full((32,), torch.nan)}, "norm.weight holds NaN or Inf"),
+    "Inf": ({"norm__weight": torch.full((32,), torch.inf)}, "norm.weight holds NaN or Inf"),
+    "integer weights": ({"norm__weight": torch.ones(32, dtype=torch.int8)}, "norm.weight has dtype torch.int8"),
+    "absolute ids": ({"d2t": KEPT.clone()}, "d2t does not hold the offsets.*absolute ids"),
+    "another vocabulary": ({"t2d": torch.arange(VOCAB) % 3 == 1}, "d2t does not hold the offsets"),
+    "too small a vocabulary": ({"t2d": torch.arange(VOCAB) == 0}, "d2t does not hold the offsets"),
+}
+
+
+@pytest.mark.parametrize("tensors, message", BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_a_tensor_that_does_not_fit_is_named(toy, saved, tensors, message):
+    rewrite(saved, **tensors)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(saved, toy)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 5000])
+def test_a_truncated_file_is_damaged(toy, saved, size):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match="drafter is damaged"):
+        checkpoint.load(saved, toy)
+
+
+def test_missing_and_broken_files_are_named(toy, saved):
+    (saved / "config.json").write_text('{"vocab_size": 4')
+    with pytest.raises(ValueError, match="drafter is damaged"):
+        checkpoint.load(saved, toy)
+    (saved / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no drafter in drafter: config.json is missing"):
+        checkpoint.load(saved, toy)
+    with pytest.raises(FileNotFoundError, match="no drafter in nowhere"):
+        checkpoint.load(saved.parent / "nowhere", toy)
+
+
+# ---- refusals: config
+
+
+def test_every_missing_key_is_named_or_has_the_formats_default(saved):
+    native = json.loads((saved / "config.json").read_text())
+    wanted = checkpoint.from_native(native)
+    described = {"architectures", "model_type", "use_sliding_window", "hidden_act", "attention_bias", "dtype",
+                 "tie_word_embeddings"}  # fmt: skip
+    refused = set()
+    for key in native:
+        rest = {k: v for k, v in native.items() if k != key}
+        try:
+            config = checkpoint.from_native(rest)
+        except ValueError as error:
+            assert key in str(error)
+            refused.add(key)
+            continue
+        if key not in described | {"draft_vocab_size", "enable_confidence_head"}:
+            assert config == wanted, key
+    assert {"hidden_size", "mask_token_id", "block_size", "markov_rank", "rms_norm_eps", "target_layer_ids"} <= refused
+    assert not refused & described
+    no_rope = {k: v for k, v in native.items() if not k.startswith("rope")}
+    with pytest.raises(ValueError, match="lacks rope_theta"):
+        checkpoint.from_native(no_rope)
+
+
+BAD_FIELDS = {
+    "hidden size of another target": ({"hidden_size": 64}, "'tiny', not 'tiny'.*hidden_size = 64.*has 32"),
+    "vocabulary of another target": ({"vocab_size": 48}, "vocab_size = 48.*has 40"),
+    "depth of another target": ({"num_target_layers": 5}, "target_num_hidden_layers = 5.*has 4"),
+    "mask outside the vocabulary": ({"mask_token_id": 40}, "mask_token_id = 40"),
+    "mask -1": ({"mask_token_id": -1}, "mask_token_id = -1"),
+    "mask is the stop token": ({"mask_token_id": 2}, "mask_token_id = 2.*ends"),
+    "no mask": ({"mask_token_id": None}, "lacks mask_token_id"),
+    "rank of other weights": ({"markov_rank": 16}, "is .* config.json says"),
+    "another head": ({"markov_head_type": "rnn"}, "missing tensors.*markov_head.rnn.weight"),
+    "whole vocabulary": ({"draft_vocab_size": None}, "unexpected.*d2t"),
+}
+
+
+@pytest.mark.parametrize("fields, message", BAD_FIELDS.values(), ids=BAD_FIELDS)
+def test_a_config_that_does_not_fit_is_refused(toy, saved, fields, message):
+    reconfigure(saved, **fields)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(saved, toy)
+
+
+def test_mask_id_is_checked_before_training_too(toy):
+    """Pitfall 18: it must not be an id that begins, ends or pads a text."""
+    new_drafter(tiny_config(), toy, [], 0)
+    with pytest.raises(ValueError, match="mask_token_id = 2"):
+        new_drafter(tiny_config(mask_token_id=2), toy, [], 0)
+    with pytest.raises(ValueError, match="hidden_size"):
+        new_drafter(tiny_config(hidden_size=64), toy, [], 0)
+
+    class Tokenizer:
+        bos_token_id, pad_token_id = 5, 7
+
+    padded = Target(tiny_model(), Tokenizer(), "padded", (0, 2))
+    for token in (2, 5, 7):
+        with pytest.raises(ValueError, match=f"mask_token_id = {token}: 'padded' begins, ends or pads"):
+            tiny_config(mask_token_id=token).check_target(padded)
+    tiny_config(mask_token_id=6).check_target(padded)
+
+
+# ---- interrupted saves
+
+
+def test_a_leftover_of_a_killed_save_does_not_block(toy, saved):
+    (saved.parent / ".drafter.saving").mkdir()
+    (saved.parent / ".drafter.saving" / "model.safetensors").write_bytes(b"half")
+    other = tiny_drafter(toy, seed=5, draft_ids=KEPT)
+    (saved / "recipe.json").write_text("{}")
+    checkpoint.save(other, saved, torch.float32)
+    same_draft(draft(checkpoint.load(saved, toy)), draft(other))
+    assert sorted(p.name for p in saved.iterdir()) == ["config.json", "model.safetensors", "recipe.json"]
+    assert not (saved.parent / ".drafter.saving").exists()
+
+
+def test_the_committed_drafter_serves_the_embedded_target(target):
+    drafter = checkpoint.load(COMMITTED_DRAFTER, target)
+    assert drafter.config.target == target.name
+    assert drafter.config.target_layer_ids == PRESETS[target.name].target_layer_ids
+    assert sum(file.stat().st_size for file in COMMITTED_DRAFTER.iterdir()) < 32e6
+    prompt = target.encode_chat([{"role": "user", "content": "Count from 1 to 10."}])
+    plain, got = answer(target, None, prompt, 0, 16), answer(target, drafter, prompt, 4, 16)
+    assert got.tokens == plain.tokens and got.tau > 1
