@@ -1,8 +1,10 @@
 """Conversations in, token ids and loss masks out; and the prompts of the benchmarks."""
 
 import hashlib
+import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,14 +56,37 @@ def read_jsonl(path: Path) -> list[dict]:
     return rows
 
 
+def _check_messages(messages) -> None:
+    proper = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not proper or not messages or messages[0]["role"] == "assistant":
+        wanted = "a list of {role, content} with text content that the assistant does not begin"
+        raise ValueError(f"'messages' must be {wanted}, got {messages!r:.80}")
+
+
+def _conversations(path: Path) -> Iterator[tuple[int, dict, str]]:
+    """(number, row, split) of a JSONL file; rows that say no split are split by the hash of their first user text."""
+    for number, row in enumerate(read_jsonl(path), 1):
+        try:
+            _check_messages(row.get("messages"))
+        except ValueError as error:
+            raise ValueError(f"{path.name} row {number}: {error}") from error
+        yield number, row, row.get("split") or split_of(user_text(row["messages"]))
+
+
+def user_text(messages: list[dict]) -> str:
+    """What the user said first."""
+    return next((m["content"] for m in messages if m["role"] == "user"), "")
+
+
 def encode_messages(target: Target, messages: list[dict]) -> Sample:
     """Chat messages -> Sample. The mask covers what the assistant wrote, up to and including its stop token.
 
     Each assistant turn is located by rendering the conversation up to it with the target's own chat template; a
     template that rewrites history (so that the prefix no longer matches) is a ValueError.
     """
-    if not messages or any(set(m) < {"role", "content"} or not isinstance(m["content"], str) for m in messages):
-        raise ValueError(f"messages must be a list of {{role, content}} with text content, got {messages!r:.80}")
+    _check_messages(messages)
     render = target.tokenizer.apply_chat_template
     text = render(messages, tokenize=False)
     spans = []
@@ -90,19 +115,19 @@ def load_samples(path: Path, target: Target, split: str | None = "train", max_le
     draft badly). Other rows hold `messages` and go through the chat template; their split is by prompt hash.
     """
     samples = []
-    for number, row in enumerate(read_jsonl(path), 1):
-        if "messages" not in row:
-            raise ValueError(f"{path.name} row {number} has no 'messages': give chat messages, one conversation a line")
+    for number, row, belongs in _conversations(path):
         if row.get("target", target.name) != target.name:
             raise ValueError(f"{path.name} row {number} was written by {row['target']!r}, not by {target.name!r}")
-        prompt = next((m["content"] for m in row["messages"] if m["role"] == "user"), "")
-        if split is not None and row.get("split", split_of(prompt)) != split:
+        if split is not None and belongs != split:
             continue
         if "response_ids" in row:
             ids = torch.tensor(row["prompt_ids"] + row["response_ids"])
             sample = Sample(ids, torch.arange(len(ids)) >= len(row["prompt_ids"]))
         else:
-            sample = encode_messages(target, row["messages"])
+            try:
+                sample = encode_messages(target, row["messages"])
+            except ValueError as error:
+                raise ValueError(f"{path.name} row {number}: {error}") from error
         samples.append(Sample(sample.token_ids[:max_length], sample.loss_mask[:max_length]))
     if not samples:
         raise ValueError(f"{path.name} holds no conversation of split {split!r}")
@@ -111,11 +136,7 @@ def load_samples(path: Path, target: Target, split: str | None = "train", max_le
 
 def heldout_prompts(path: Path) -> list[str]:
     """User texts of the held-out split, in file order."""
-    rows = read_jsonl(path)
-    prompts = [next((m["content"] for m in row["messages"] if m["role"] == "user"), "") for row in rows]
-    return [
-        prompt for row, prompt in zip(rows, prompts, strict=True) if row.get("split", split_of(prompt)) == "heldout"
-    ]
+    return [user_text(row["messages"]) for _, row, split in _conversations(path) if split == "heldout"]
 
 
 def frequent_ids(samples: list[Sample], size: int, always: frozenset[int] = frozenset()) -> Tensor:
@@ -124,11 +145,10 @@ def frequent_ids(samples: list[Sample], size: int, always: frozenset[int] = froz
     for sample in samples:
         counts.update(sample.token_ids[sample.loss_mask].tolist())
     order = sorted(always) + [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
-    kept = dict.fromkeys(order[:size] if len(order) >= size else order)
-    filler = (token for token in range(10**9) if token not in kept)
-    while len(kept) < size:
-        kept[next(filler)] = None
-    return torch.tensor(sorted(list(kept)[:size]))
+    kept = list(dict.fromkeys(order))[:size]
+    present = set(kept)
+    filler = (token for token in range(10**9) if token not in present)
+    return torch.tensor(sorted([*kept, *itertools.islice(filler, size - len(kept))]))
 
 
 @dataclass(frozen=True)

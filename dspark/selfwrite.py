@@ -122,7 +122,7 @@ def read_rounds(path: Path) -> list[dict]:
         return []
     lines = path.read_text().splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("}\n")]
-    if len(rows) < len(lines) and rows:
+    if len(rows) < len(lines):
         rows = [row for row in rows if row["round"] < rows[-1]["round"]]
         _write_atomically(path, rows)
     return rows

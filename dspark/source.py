@@ -43,10 +43,11 @@ class LocalSource:
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         self.width = (len(target.layer_ids) + 1) * target.hidden_size
         shape = (int(self.offsets[-1]), self.width)
-        path = stem.with_suffix(".bf16")
-        mode = "r+" if path.exists() and path.stat().st_size == 2 * shape[0] * shape[1] else "w+"
+        path, filled = stem.with_suffix(".bf16"), stem.with_suffix(".filled")
+        whole = path.exists() and filled.exists() and path.stat().st_size == 2 * shape[0] * shape[1]
+        mode = "r+" if whole else "w+"
         self._states = torch.from_numpy(np.memmap(path, np.int16, mode, shape=shape)).view(torch.bfloat16)
-        self._filled = np.memmap(stem.with_suffix(".filled"), np.uint8, mode, shape=len(samples))
+        self._filled = np.memmap(filled, np.uint8, mode, shape=len(samples))
 
     def __len__(self) -> int:
         return len(self.samples)
