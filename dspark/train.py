@@ -278,19 +278,26 @@ class Trainer:
         save_file(trained, temporary / "trained.safetensors")
         torch.save([optimizer.state_dict() for optimizer in self.optimizers], temporary / "optimizers.pt")
         state = {"step": self.step, "draft_tokens": self.draft_tokens, "seconds": self.seconds}
-        (temporary / "state.json").write_text(json.dumps({**state, "config": dataclasses.asdict(self.config)}))
+        (temporary / "state.json").write_text(json.dumps({**state, "config": self._identity()}))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)  # the directory's name appears only once everything is in it
         for old in sorted(self.folder.glob("step-*"))[:-2]:
             shutil.rmtree(old)
+
+    def _identity(self) -> dict:
+        """What a resumed run must share with the one that it goes on from, as JSON gives it back."""
+        kept = None if self.drafter.t2d is None else self.drafter.t2d.nonzero().squeeze(1).tolist()
+        data = {"draft_ids": kept, "sample_lengths": [len(sample) for sample in self.source.samples]}
+        settings = dataclasses.asdict(self.config) | dataclasses.asdict(self.drafter.config)
+        return json.loads(json.dumps(settings | data))
 
     def _resume(self) -> None:
         checkpoints = sorted(self.folder.glob("step-*"))
         if not checkpoints:
             return
         state = json.loads((checkpoints[-1] / "state.json").read_text())
-        before = {**state["config"], "block_sizes": tuple(state["config"]["block_sizes"])}
-        changed = {k for k, v in dataclasses.asdict(self.config).items() if before.get(k) != v}
+        before = state["config"]
+        changed = {k for k, v in self._identity().items() if before.get(k, v) != v}
         if changed:
             raise ValueError(
                 f"{self.folder.name} was trained with other {sorted(changed)}: use another --out to start anew"

@@ -1,0 +1,436 @@
+"""Training: it learns what decoding needs, draws its anchors fairly, and a resumed run repeats an uninterrupted one."""
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
+
+from dspark import checkpoint, train
+from dspark.data import Sample
+from dspark.decode import answer
+from dspark.losses import position_weights
+from dspark.source import LocalSource
+from dspark.train import (
+    TrainConfig,
+    Trainer,
+    drafter_loss,
+    lr_scale,
+    micro_batches,
+    new_drafter,
+    sample_anchors,
+    supervision,
+)
+
+
+@pytest.fixture(scope="module")
+def lively():
+    """A target whose greedy text does not repeat itself."""
+    return tiny_target(scale=12.0)
+
+
+@pytest.fixture(scope="module")
+def samples(lively):
+    """What the target says to eight prompts of three tokens, 9 to 30 tokens in all."""
+    lengths = (30, 20, 9, 25, 30, 14, 30, 11)
+    prompts = [[3 + i, 6, 7] for i in range(8)]
+    texts = [p + answer(lively, None, p, 0, n - 3, stop_token_ids=frozenset()).tokens
+             for p, n in zip(prompts, lengths, strict=True)]  # fmt: skip
+    return [Sample(torch.tensor(text), torch.arange(len(text)) >= 3) for text in texts]
+
+
+QUICK = TrainConfig(
+    steps=20, micro_batches=2, row_tokens=40, anchors=12, block_sizes=(4, 2), dtype="float32", save_every=10,
+    heldout_every=1000, lr=1e-2, muon_lr=1e-2,
+)  # fmt: skip
+
+
+def trainer(target, samples, folder, config=QUICK, **changes) -> Trainer:
+    drafter = new_drafter(tiny_config(**changes), target, samples, config.seed)
+    source = LocalSource(target, samples, folder.parent / "hidden")
+    return Trainer(drafter, target, source, [], config, folder)
+
+
+def log_of(folder: Path) -> list[dict]:
+    with (folder / "log.csv").open() as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+# ---- learning what decoding needs (pitfall 6)
+
+
+@pytest.mark.parametrize("layout", [True, False])
+def test_an_overfitted_text_is_accepted_whole(lively, tmp_path, layout):
+    """Train on one text of 64 tokens until the loss is gone: decoding it then accepts every draft of every block."""
+    K, prompt = (4 if layout else 3), [5, 6, 7]
+    text = prompt + answer(lively, None, prompt, 0, 61, stop_token_ids=frozenset()).tokens
+    assert len(text) == 64 and len(set(zip(text, text[1:], strict=False))) > 35  # not to be guessed without looking
+    sample = Sample(torch.tensor(text), torch.arange(64) >= 3)
+    config = TrainConfig(
+        steps=180, micro_batches=1, row_tokens=64, anchors=64, block_sizes=(K,), dtype="float32", lr=1e-2,
+        muon_lr=1e-2, save_every=1000, heldout_every=1000, ce_weight=1.0, kl_weight=0.0,
+    )  # fmt: skip
+    run = trainer(lively, [sample], tmp_path / "run", config, sample_from_anchor=layout)
+    run.run()
+    log = log_of(tmp_path / "run")
+    assert float(log[-1]["ce"]) < 0.05 < 1 < float(log[0]["ce"]) and float(log[-1]["tau_teacher"]) == K + 1
+    got = answer(lively, run.inference_drafter(), prompt, K, 61, stop_token_ids=frozenset())
+    assert got.tokens == text[3:] and got.tau >= K + 1 - 0.2
+
+
+def test_a_pruned_drafter_learns_too(lively, samples, tmp_path):
+    """Labels outside the draft vocabulary and the teacher's restriction to it run through the whole loop."""
+    run = trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "steps": 40}), draft_vocab_size=12)
+    run.run()
+    log = [float(row["loss"]) for row in log_of(tmp_path / "run")]
+    assert sum(log[-5:]) < 0.8 * sum(log[:5])
+    assert run.target_head.shape == (12, 32) and torch.equal(run.target_head, run.drafter.lm_head.weight)
+
+
+def test_frozen_tensors_stay_byte_equal(lively, samples, tmp_path):
+    """Pitfall 35, and that everything else moves."""
+    run = trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "steps": 10}))
+    frozen = [lively.embed_tokens, lively.lm_head, lively.final_norm, run.drafter.embed_tokens.weight,
+              run.drafter.lm_head.weight, *(t for layer in lively.layers for t in layer if t is not None)]  # fmt: skip
+    before = [tensor.clone() for tensor in frozen]
+    trained = {name: p.detach().clone() for name, p in run.drafter.named_parameters() if p.requires_grad}
+    run.run()
+    assert all(torch.equal(a, b) for a, b in zip(frozen, before, strict=True))
+    after = dict(run.drafter.named_parameters())
+    assert all(not torch.equal(after[name], tensor) for name, tensor in trained.items())
+
+
+def test_the_inference_drafter_is_a_copy(lively, samples, tmp_path):
+    run = trainer(lively, samples, tmp_path / "run", draft_vocab_size=12)
+    copy = run.inference_drafter()
+    weights = run.drafter.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in copy.state_dict().items())
+    copy.fc.weight.data.zero_()
+    assert run.drafter.fc.weight.any() and not copy.training
+
+
+# ---- anchors and labels (pitfalls 20, 21)
+
+
+def test_anchors_are_drawn_uniformly():
+    row, generator = packed_row([701]), torch.Generator().manual_seed(0)
+    counts = torch.zeros(701)
+    for _ in range(2000):
+        anchors = sample_anchors(row, 512, generator)
+        assert len(anchors) == 512 and (anchors[1:] > anchors[:-1]).all()
+        counts[anchors] += 1
+    share = counts[:700] / 2000
+    assert counts[700] == 0 and float((share - 512 / 700).abs().max()) < 0.05
+
+
+def test_enough_anchors_supervise_every_token():
+    row = packed_row([10, 6, 1, 9])
+    row.loss_mask[12:15] = False
+    anchors = sample_anchors(row, 100, torch.Generator())
+    labels, supervised = supervision(row, anchors, 1)
+    at = (anchors[:, None] + 1)[supervised]
+    firsts = {0, 10, 16, 17}  # a document's first token has no anchor before it
+    assert at.tolist() == [i for i in range(26) if row.loss_mask[i] and i not in firsts]
+    assert torch.equal(labels[supervised], row.tokens[at])
+
+
+def test_the_first_assistant_token_is_supervised_by_the_last_prompt_token():
+    row = packed_row([7])
+    row.loss_mask[:3] = False  # 0 0 0 1 1 1 1
+    anchors = sample_anchors(row, 100, torch.Generator())
+    assert anchors.tolist() == [2, 3, 4, 5]
+    labels, supervised = supervision(row, anchors, 4)
+    assert labels[0].tolist() == row.tokens[3:7].tolist() and supervised[0].all()
+    assert supervised.sum(1).tolist() == [4, 3, 2, 1]
+
+
+def test_supervision_ends_at_the_first_gap():
+    row = packed_row([8])
+    row.loss_mask[3] = False
+    _, supervised = supervision(row, torch.tensor([0, 1, 2, 3]), 4)
+    assert supervised.tolist() == [[True, True, False, False], [True] + [False] * 3, [False] * 4, [True] * 4]
+
+
+@pytest.mark.parametrize("layout", [True, False])
+@pytest.mark.parametrize("lengths", [(3, 2), (1, 1), (3, 1, 1)])
+def test_texts_shorter_than_a_block_leave_the_loss_finite(lively, tmp_path, lengths, layout):
+    short = [Sample(torch.arange(3, 3 + n), torch.ones(n, dtype=torch.bool)) for n in lengths]
+    config = TrainConfig(**{**vars(QUICK), "steps": 2, "row_tokens": 1, "block_sizes": (3,)})
+    run = trainer(lively, short, tmp_path / "run", config, sample_from_anchor=layout)
+    run.run()
+    for row in log_of(tmp_path / "run"):
+        assert math.isfinite(float(row["loss"]))
+        if set(lengths) == {1}:
+            assert float(row["loss"]) == 0 and row["draft_tokens"] == "0" and row["tau_teacher"] == ""
+    assert all(torch.isfinite(p).all() for p in run.drafter.parameters())
+
+
+# ---- order of the data
+
+
+def test_every_epoch_visits_every_sample_once(lively, samples, tmp_path):
+    source, visited = LocalSource(lively, samples, tmp_path), []
+    row, source.row = source.row, lambda ids: visited.append(ids) or row(ids)
+    config = TrainConfig(**{**vars(QUICK), "steps": 12, "micro_batches": 1})
+    epochs = [epoch for epoch, _ in micro_batches(source, config, 0)]
+    for epoch in range(max(epochs)):
+        seen = [i for e, ids in zip(epochs, visited, strict=True) if e == epoch for i in ids]
+        assert sorted(seen) == list(range(8))
+    orders = [[ids for e, ids in zip(epochs, visited, strict=True) if e == epoch] for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+def test_batches_depend_on_seed_and_step_alone(lively, samples, tmp_path):
+    """Pitfall 64: batch ids, block sizes and anchors of step 7 are the same however one gets there."""
+    source = LocalSource(lively, samples, tmp_path)
+
+    def steps(start, **changes):
+        config = TrainConfig(**{**vars(QUICK), **changes})
+        return [[(m.row.tokens.tolist(), m.anchors.tolist(), m.labels.shape[1]) for m in batch]
+                for _, batch in micro_batches(source, config, start)]  # fmt: skip
+
+    straight = steps(0)
+    assert steps(7) == straight[7:] and steps(0) == straight
+    assert steps(0, seed=1) != straight
+    assert {m[2] for batch in straight for m in batch} == {2, 4}
+    assert len({tuple(m[1]) for batch in straight for m in batch}) > 20  # anchors are drawn anew
+
+
+def test_weights_decay_along_the_block_and_vanish_where_unsupervised(lively, samples, tmp_path):
+    for _, batch in micro_batches(LocalSource(lively, samples, tmp_path), QUICK, 17):
+        for micro in batch:
+            wanted = position_weights(micro.labels.shape[1], QUICK.gamma_decay).expand_as(micro.weights)
+            assert torch.equal(micro.weights, torch.where(micro.supervised, wanted, 0.0))
+
+
+# ---- learning rate (pitfall 32)
+
+
+@pytest.mark.parametrize("steps, warmup", [(1, 0.04), (2, 0.5), (20, 0.0), (100, 0.04), (1000, 0.1), (50, 1.0)])
+def test_learning_rate_rises_to_one_and_falls_without_a_jump(steps, warmup):
+    scales = [lr_scale(step, steps, warmup) for step in range(steps)]
+    rise = max(1, round(warmup * steps))
+    assert max(scales) == 1 == scales[rise - 1] and min(scales) > 0
+    assert scales[:rise] == pytest.approx([(k + 1) / rise for k in range(rise)])
+    assert scales[rise - 1 :] == sorted(scales[rise - 1 :], reverse=True)
+    jumps = [abs(b - a) for a, b in zip(scales, scales[1:], strict=False)]
+    assert all(jump <= max(1 / rise, 1.6 / (steps + 1 - rise)) + 1e-9 for jump in jumps)
+    if steps - rise > 20:
+        assert scales[-1] < 0.01
+
+
+def test_both_optimizers_follow_the_schedule(lively, samples, tmp_path):
+    run = trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "steps": 5, "lr": 1e-3}))
+    seen, update = [], run._update
+    run._update = lambda scale: (update(scale), seen.append([o.param_groups[0]["lr"] for o in run.optimizers]))[0]
+    run.run()
+    assert seen == [pytest.approx([1e-2 * s, 1e-3 * s]) for s in (lr_scale(k, 5, 0.04) for k in range(5))]
+    muon, adamw = ({id(p) for p in o.param_groups[0]["params"]} for o in run.optimizers)
+    assert not muon & adamw and muon | adamw == {id(p) for p in run.drafter.parameters() if p.requires_grad}
+    assert id(run.drafter.fc.weight) in muon and id(run.drafter.markov_head.markov_w1.weight) in adamw
+
+
+# ---- the log (pitfalls 22, 24)
+
+
+def test_log_pools_over_micro_batches(lively, samples, tmp_path):
+    run = trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "steps": 1, "micro_batches": 4}))
+    _, batch = next(micro_batches(run.source, run.config, 0))
+    normaliser = float(sum(m.weights.sum() for m in batch))
+    run.drafter.load_state_dict(tiny_drafter(lively, seed=4).state_dict())
+    logs = [drafter_loss(run.drafter, run.target_head, m, normaliser, run.config)[1] for m in batch]
+    assert len({log["whole_blocks"] for log in logs}) > 1 and len({log["tau_teacher"] for log in logs}) > 1
+    run.run()
+    (row,) = log_of(tmp_path / "run")
+    blocks = sum(log["whole_blocks"] for log in logs)
+    pooled = sum(log["tau_teacher"] * log["whole_blocks"] for log in logs) / blocks
+    assert float(row["tau_teacher"]) == pytest.approx(pooled, abs=1e-4)
+    assert float(row["loss"]) == pytest.approx(sum(log["loss"] for log in logs), abs=1e-4)
+    hits, tokens = (sum(log[name] for log in logs) for name in ("greedy_hits", "draft_tokens"))
+    assert (
+        float(row["greedy_acceptance"]) == pytest.approx(hits / tokens, abs=1e-4) and int(row["draft_tokens"]) == tokens
+    )
+
+
+# ---- checkpoints and resumption (pitfalls 63, 64)
+
+
+class Killed(BaseException):
+    """Nothing may catch it, as nothing catches SIGKILL."""
+
+
+def stop_at(run: Trainer, step: int) -> None:
+    """Run until step `step` has been logged, then die."""
+    log = run._log
+
+    def dying(*args):
+        log(*args)
+        if run.step == step:
+            raise Killed
+
+    run._log = dying
+    with pytest.raises(Killed):
+        run.run()
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "step-000020" / "trained.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(lively, samples, tmp_path_factory):
+    """Folder of 20 steps without interruption."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    trainer(lively, samples, folder).run()
+    return folder
+
+
+def test_a_resumed_run_repeats_an_uninterrupted_one(lively, samples, straight, tmp_path):
+    stop_at(trainer(lively, samples, tmp_path / "run"), 13)
+    assert [row["step"] for row in log_of(tmp_path / "run")] == [str(k) for k in range(1, 14)]
+    second = trainer(lively, samples, tmp_path / "run")
+    assert second.step == 10 and len(log_of(tmp_path / "run")) == 10  # steps 11 to 13 will be logged again
+    second.run()
+    assert log_of(tmp_path / "run") == log_of(straight)
+    mine, theirs = final_weights(tmp_path / "run"), final_weights(straight)
+    assert set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_finished_run_only_loads(lively, samples, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "run")
+    run = trainer(lively, samples, tmp_path / "run")
+    run.run()
+    assert run.step == 20 and log_of(tmp_path / "run") == log_of(straight)
+    assert torch.equal(run.drafter.fc.weight, final_weights(straight)["fc.weight"])
+
+
+POINTS = {
+    "before anything": (train, "save_file", False),
+    "in the weights": (train, "save_file", True),
+    "before the optimisers": (torch, "save", False),
+    "in the optimisers": (torch, "save", True),
+    "in the state": (Path, "write_text", True),
+    "before the name": (Path, "rename", False),
+}
+
+
+@pytest.mark.parametrize("owner, name, half", POINTS.values(), ids=POINTS)
+def test_a_save_that_is_killed_costs_only_the_steps_since_the_last(
+    lively, samples, straight, tmp_path, monkeypatch, owner, name, half
+):
+    """Killed in the second save, before or in the middle of each of its writes."""
+    run, calls, real = trainer(lively, samples, tmp_path / "run"), [], getattr(owner, name)
+
+    def dying(*args, **kwargs):
+        if run.step < 20:
+            return real(*args, **kwargs)
+        if half:
+            next(a for a in args if isinstance(a, Path)).write_bytes(b"half a file")
+        calls.append(name)
+        raise Killed
+
+    monkeypatch.setattr(owner, name, dying)
+    with pytest.raises(Killed):
+        run.run()
+    monkeypatch.undo()
+    assert calls and [p.name for p in (tmp_path / "run").glob("step-*")] == ["step-000010"]
+    second = trainer(lively, samples, tmp_path / "run")
+    assert second.step == 10
+    second.run()
+    mine, theirs = final_weights(tmp_path / "run"), final_weights(straight)
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert not list((tmp_path / "run").glob(".saving*")) and log_of(tmp_path / "run") == log_of(straight)
+
+
+def test_two_checkpoints_are_kept(lively, samples, tmp_path):
+    trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "steps": 7, "save_every": 2})).run()
+    assert sorted(p.name for p in (tmp_path / "run").glob("step-*")) == ["step-000006", "step-000007"]
+
+
+CHANGED = {
+    "learning rate": ({"lr": 5e-3}, {}, r"\['lr'\]"),
+    "steps": ({"steps": 30}, {}, r"\['steps'\]"),
+    "block sizes": ({"block_sizes": (4,)}, {}, r"\['block_sizes'\]"),
+    "causal blocks": ({}, {"is_causal": True}, r"\['is_causal'\]"),
+    "layout": ({"block_sizes": (3,)}, {"sample_from_anchor": False}, r"\['block_sizes', 'sample_from_anchor'\]"),
+    "draft vocabulary": ({}, {"draft_vocab_size": 12}, "draft_vocab_size"),
+}
+
+
+@pytest.mark.parametrize("training, shape, named", CHANGED.values(), ids=CHANGED)
+def test_a_changed_run_is_not_resumed(lively, samples, straight, tmp_path, training, shape, named):
+    shutil.copytree(straight, tmp_path / "run")
+    with pytest.raises(ValueError, match=f"run was trained with other .*{named}: use another --out|other .*{named}"):
+        trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), **training}), **shape)
+    assert log_of(tmp_path / "run") == log_of(straight)  # and nothing is lost
+
+
+def test_changed_data_are_not_resumed(lively, samples, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"other \['sample_lengths'\]"):
+        trainer(lively, samples[1:], tmp_path / "run")
+    pruned = {"draft_vocab_size": 12}
+    trainer(lively, samples, tmp_path / "pruned", TrainConfig(**{**vars(QUICK), "steps": 1}), **pruned).run()
+    renamed = [Sample((s.token_ids - 3 + 1) % (VOCAB - 3) + 3, s.loss_mask) for s in samples]
+    with pytest.raises(ValueError, match=r"other \['draft_ids'\]"):  # W2's rows would mean other tokens
+        trainer(lively, renamed, tmp_path / "pruned", TrainConfig(**{**vars(QUICK), "steps": 1}), **pruned)
+
+
+# ---- what is refused
+
+BAD = {"steps": 0, "micro_batches": 0, "row_tokens": 0, "anchors": 0, "save_every": 0, "heldout_every": 0}
+
+
+@pytest.mark.parametrize("name, value", BAD.items())
+def test_settings_below_one_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"TrainConfig.{name} = {value}: must be at least 1"):
+        TrainConfig(**{name: value})
+
+
+def test_blocks_longer_than_the_layout_allows_are_refused(lively, samples, tmp_path):
+    run = trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "block_sizes": (5,)}))
+    with pytest.raises(ValueError, match="num_speculative_tokens = 5"):
+        run.run()
+
+
+def test_other_taps_than_the_drafters_are_refused(samples, tmp_path):
+    with pytest.raises(ValueError, match=r"taps layers \(1, 2\), the drafter reads \(0, 2\)"):
+        trainer(tiny_target(layer_ids=(1, 2)), samples, tmp_path / "run")
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_a_save(lively, samples, tmp_path):
+    run = trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "save_every": 1}))
+    run.drafter.fc.weight.data[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="gradient norm nan at step 0: lower lr or muon_lr"):
+        run.run()
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+# ---- the command line, on the embedded target
+
+
+def test_the_command_trains_resumes_and_exports(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "cache_dir", lambda: tmp_path)
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, how are you today, my friend?"}]
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"messages": talk, "split": "train"}) + "\n")
+    small = {"num_hidden_layers": 1, "intermediate_size": 32, "draft_vocab_size": 64, "markov_rank": 4, "block_size": 4}
+    command = [
+        "--data", str(tmp_path / "mine.jsonl"), "--out", str(tmp_path / "run"), "--config", json.dumps(small),
+        "--dtype", "float32", "--steps", "2", "--micro-batches", "1", "--block-sizes", "4", "2", "--anchors", "8",
+        "--detach-confidence", "false",
+    ]  # fmt: skip
+    for _ in range(2):  # the second finds the run finished
+        train.main(command)
+    assert [row["step"] for row in log_of(tmp_path / "run")] == ["1", "2"]
+    drafter = checkpoint.load(tmp_path / "run" / "drafter", target)
+    assert drafter.config.block_size == 4 and drafter.d2t.shape == (64,)
+    kept = set(drafter.to_target_ids(torch.arange(64)).tolist())
+    assert set(target.tokenizer("Hello, how are you today, my friend?<|im_end|>")["input_ids"]) <= kept
+    recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    assert recipe["training"]["block_sizes"] == [4, 2] and recipe["training"]["detach_confidence"] is False
+    assert recipe["conversations"] == 1 and recipe["draft_tokens"] > 0
