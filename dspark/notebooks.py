@@ -145,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     # A python3 kernel that the user has installed elsewhere must not win over this environment's.
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    # tqdm wants widgets in a notebook; its warning would leave a path of this machine in the executed copy.
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not"]))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     values = values_for(args) | {"profile": args.profile, "out": str(out), "fresh": args.fresh}
     package = digest(path.read_text(encoding="utf-8") for path in sorted((ROOT / "dspark").rglob("*.py")))
