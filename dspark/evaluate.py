@@ -68,7 +68,7 @@ class SweepConfig:
 
 def sweep(config: SweepConfig, out: Path, fresh: bool = False) -> pd.DataFrame:
     """Run or resume (fresh: begin anew) the sweep in `out`; returns the table and leaves out/n_sweep.{csv,json}."""
-    started, clock = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.perf_counter()
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(config.benchmark_folder) if config.benchmark_folder else None
     sets = [load_prompts(name, config.prompts, folder, config.revision or None) for name in config.benchmarks]
@@ -94,7 +94,9 @@ def sweep(config: SweepConfig, out: Path, fresh: bool = False) -> pd.DataFrame:
                     bar.update()
     table = tabulate(records, config)
     table.to_csv(out / "n_sweep.csv", index=False)
-    meta = run_metadata(config, started, time.perf_counter() - clock)
+    baselines = {(r["benchmark"], r["prompt"], r["baseline_seconds"]) for r in records}
+    measured = sum(r["seconds"] for r in records) + sum(seconds for *_, seconds in baselines)
+    meta = run_metadata(config, started, measured)
     meta["prompt_sets"] = {s.benchmark: {"source": s.source, "hash": s.hash, "prompts": len(s.prompts)} for s in sets}
     (out / "n_sweep.json").write_text(json.dumps(meta, indent=2) + "\n")
     return table
@@ -243,7 +245,10 @@ def mean_speedup(table: pd.DataFrame, drafter: str = "dspark") -> pd.Series:
 
 
 def run_metadata(config, started: str, wall_seconds: float) -> dict:
-    """What a reader needs to judge a table: versions, commit, machine, settings; nothing that names a path."""
+    """started: the sitting that wrote the table; wall_seconds: answering time, all sittings together.
+
+    What a reader needs to judge a table: versions, commit, machine, settings; nothing that names a path.
+    """
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
