@@ -19,7 +19,7 @@ TEXT = "The café's naïve 🎉 plan:\n\tif a < b && c > 'd': 東京 👩‍🚀
 class Characters:
     """A tokenizer for tiny models: one character an id, no chat template."""
 
-    chat_template = None
+    chat_template = bos_token_id = pad_token_id = None
 
     def __call__(self, text):
         return {"input_ids": [3 + ord(c) % (VOCAB - 3) for c in text]}
