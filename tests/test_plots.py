@@ -23,7 +23,8 @@ def row(drafter, benchmark, n, speedup=1.0, half=0.0, accept=(), **other):
     """One cell with the columns of n_sweep.csv that the figures read; tau follows from the acceptances."""
     return {
         "profile": "test", "engine": "dspark", "target": "toy", "drafter": drafter, "benchmark": benchmark,
-        "n": n, "temperature": 0.0, "concurrency": 1, "seed": 0, "dtype": "bfloat16", "prompts": 32, "tau": 1 + sum(accept),
+        "n": n, "temperature": 0.0, "concurrency": 1, "seed": 0, "dtype": "bfloat16",
+        "prompts": 32, "tau": 1 + sum(accept),
         **{f"accept_pos_{k}": accept[k - 1] if k <= len(accept) else np.nan for k in range(1, 9)},
         "speedup": speedup, "speedup_low": speedup - half, "speedup_high": speedup + half, **other,
     }
