@@ -9,7 +9,7 @@ from tiny import VOCAB, packed_row, tiny_config, tiny_drafter, tiny_model, tiny_
 
 from dspark import checkpoint
 from dspark.config import PRESETS
-from dspark.decode import answer
+from dspark.decode import answer, heldout_tau
 from dspark.evaluate import COMMITTED_DRAFTER
 from dspark.target import Target
 from dspark.train import new_drafter
@@ -294,3 +294,4 @@ def test_the_committed_drafter_serves_the_embedded_target(target):
     prompt = target.encode_chat([{"role": "user", "content": "Count from 1 to 10."}])
     plain, got = answer(target, None, prompt, 0, 16), answer(target, drafter, prompt, 4, 16)
     assert got.tokens == plain.tokens and got.tau > 1
+    assert heldout_tau(target, drafter, ["Count from 1 to 10."], 4, 16) == got.tau

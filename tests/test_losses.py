@@ -267,6 +267,10 @@ def test_heads_that_are_off_train_like_the_rest(toy):
     ce = F.cross_entropy(z[batch.supervised], batch.labels[batch.supervised], reduction="none")
     weights = batch.weights[batch.supervised]
     assert log["ce"] == pytest.approx(float((ce * weights).sum() / weights.sum()), rel=1e-5)
+    at = (batch.anchors[:, None] + torch.arange(4))[batch.supervised]  # the target's state there predicts the label
+    p = toy.logits(batch.row.hidden)[at].softmax(-1)
+    l1 = (z[batch.supervised].softmax(-1) - p).abs().sum(-1)
+    assert log["l1"] == pytest.approx(float((l1 * weights).sum() / weights.sum()), rel=1e-5)
 
 
 # ---- accepted length (pitfalls 5, 22)
