@@ -94,7 +94,8 @@ def test_smoke_run_keeps_the_notebooks_promises(path, tmp_path, monkeypatch):
             values = table[column].dropna() if MAY_BE_EMPTY.match(column) else table[column]
             assert values.map(math.isfinite).all(), f"{name}: {column}"
     for name in summary["figures"]:
-        assert (out / name).stat().st_size > 1000, name
+        pictured = name.endswith((".pdf", ".png"))  # the CSV and JSON beside a picture may be short
+        assert (out / name).stat().st_size > (1000 if pictured else 0), name
 
 
 def flat(numbers):

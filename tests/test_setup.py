@@ -159,7 +159,8 @@ def test_no_network(bare):
         assert "installing torch (1/" in done.stdout
     # Any interpreter of .venv finds the package, wherever it is started.
     code = "import dspark; print(dspark.__file__)"
-    found = subprocess.run([repository / ".venv/bin/python", "-c", code], cwd="/", capture_output=True, text=True)
+    python = repository / ".venv/bin/python"  # without PYTHONPATH, which a notebook run in this process has set
+    found = subprocess.run([python, "-c", code], cwd="/", env=clean, capture_output=True, text=True)
     assert Path(found.stdout.strip()) == (repository / "dspark" / "__init__.py").resolve()
 
 
