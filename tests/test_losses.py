@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny import HIDDEN, VOCAB, packed_row, tiny_drafter, tiny_target
 
-from dspark import losses
+from dspark.kernels import acceptance_loss_reference
 from dspark.losses import acceptance_loss, accepted_length, confidence_loss, position_weights
 from dspark.train import MicroBatch, TrainConfig, drafter_loss, supervision
 
@@ -68,7 +68,7 @@ def twin(hidden, m, lm_head, w2, target_hidden, target_head, index, labels, weig
 @pytest.mark.parametrize("markov", [True, False])
 @pytest.mark.parametrize("chunk", [7, 256])  # 23 rows: three chunks and an odd tail, or one
 def test_value_and_gradient_equal_autograd(mix, markov, chunk, monkeypatch):
-    monkeypatch.setattr(losses, "_CHUNK", chunk)
+    monkeypatch.setattr(acceptance_loss_reference, "_CHUNK", chunk)
     mine, normaliser = inputs(markov), 3.7
     terms = acceptance_loss(**mine, normaliser=normaliser, ce_weight=mix[0], l1_weight=mix[1], kl_weight=mix[2])
     plain = inputs(markov)
