@@ -31,7 +31,7 @@ class DSparkConfig:
     rms_norm_eps: float = 1e-6
     block_size: int = 8  # gamma
     sample_from_anchor: bool = True  # True: slot k predicts anchor+k+1; False (DFlash fill-in): anchor+k
-    is_causal: bool = False  # inside the block
+    is_causal: bool | None = False  # inside the block; None: in the sliding layers only
     sliding_window: int | None = None  # a slot of a sliding layer sees context less than this far back, and its block
     sliding_layers: tuple[int, ...] = ()  # draft layers that slide
     draft_vocab_size: int | None = None  # None: the whole target vocabulary
@@ -74,6 +74,10 @@ class DSparkConfig:
     def max_draft_tokens(self) -> int:
         """Largest num_speculative_tokens: block_size when the anchor predicts, one less when it does not."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    def causal(self, layer: int) -> bool:
+        """Whether a slot of draft layer `layer` sees only the slots of its block up to itself."""
+        return layer in self.sliding_layers if self.is_causal is None else self.is_causal
 
     @property
     def vocab_size_out(self) -> int:

@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * d, hidden, bias=False)
         self.q_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
-        self.causal = config.is_causal
+        self.causal = config.causal(layer)
         self.window = config.sliding_window if layer in config.sliding_layers else None
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +105,7 @@ class DSparkDrafter(nn.Module):
     def __init__(self, config: DSparkConfig):
         super().__init__()
         self.config = config
+        self.notes = []  # what a checkpoint left open and how reading it was decided
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

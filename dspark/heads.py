@@ -15,8 +15,9 @@ class MarkovHead(nn.Module):
 
     W1 [V, r] is indexed by target ids, W2 [D, r] (stored as a Linear's weight) gives draft columns. Two variants
     shape m_k by the backbone's hidden state h_k:
-      gated: m_k = sigmoid(Wg [h_k; W1[x]]) * W1[x]
-      rnn:   (g, c, o) = Wr [s; W1[x]; h_k];  s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c);  m_k = tanh(o);  s_0 = 0
+      gated: m_k = sigmoid(Wg [h_k; W1[x]] + b) * W1[x]
+      rnn:   (g, c, o) = Wr [s; W1[x]; h_k] + b;  s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c);  m_k = tanh(o)
+    with s_0 = 0. The names of the parameters are DeepSpec's and speculators'.
     """
 
     def __init__(self, config: DSparkConfig):
@@ -26,9 +27,9 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.vocab_size_out, bias=False)
         if self.kind == "gated":
-            self.gate = nn.Linear(hidden + rank, rank, bias=False)
+            self.gate_proj = nn.Linear(hidden + rank, rank)
         if self.kind == "rnn":
-            self.rnn = nn.Linear(2 * rank + hidden, 3 * rank, bias=False)
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
         nn.init.normal_(self.markov_w1.weight, std=0.02)
         nn.init.zeros_(self.markov_w2.weight)  # starts as no bias at all: the drafter begins as plain DFlash
 
@@ -43,9 +44,9 @@ class MarkovHead(nn.Module):
         if self.kind == "vanilla":
             return w1, None
         if self.kind == "gated":
-            return torch.sigmoid(self.gate(torch.cat([hidden, w1.to(hidden.dtype)], -1))) * w1, None
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, w1.to(hidden.dtype)], -1))) * w1, None
         joined = torch.cat([state.to(hidden.dtype), w1.to(hidden.dtype), hidden], -1)
-        gate, candidate, out = self.rnn(joined).chunk(3, -1)
+        gate, candidate, out = self.joint_proj(joined).chunk(3, -1)
         gate = torch.sigmoid(gate)
         return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(candidate)
 

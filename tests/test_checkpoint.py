@@ -242,7 +242,7 @@ BAD_FIELDS = {
     "mask is the stop token": ({"mask_token_id": 2}, "mask_token_id = 2.*ends"),
     "no mask": ({"mask_token_id": None}, "lacks mask_token_id"),
     "rank of other weights": ({"markov_rank": 16}, "is .* config.json says"),
-    "another head": ({"markov_head_type": "rnn"}, "missing tensors.*markov_head.rnn.weight"),
+    "another head": ({"markov_head_type": "rnn"}, "missing tensors.*markov_head.joint_proj"),
     "whole vocabulary": ({"draft_vocab_size": None}, "unexpected.*d2t"),
 }
 

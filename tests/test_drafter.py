@@ -27,6 +27,7 @@ VARIANTS = {
     "sliding": {"sliding_layers": (1,), "sliding_window": 6},
     "sliding fill-in": {"sliding_layers": (0, 1), "sliding_window": 5, "sample_from_anchor": False},
     "sliding causal": {"sliding_layers": (0,), "sliding_window": 3, "is_causal": True},
+    "causal where it slides": {"sliding_layers": (0,), "sliding_window": 3, "is_causal": None},
     "pruned": {"draft_ids": KEPT},
     "pruned gated fill-in": {"draft_ids": KEPT, "markov_head_type": "gated", "sample_from_anchor": False},
 }

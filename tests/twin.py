@@ -56,7 +56,7 @@ def twin_hidden(drafter, features, anchor_token: int, n: int) -> torch.Tensor:
         k = norm(project(torch.cat([context, h]), "k"), w["self_attn.k_norm.weight"], eps)
         k, v = turn(k, torch.cat([before, own]), theta), project(torch.cat([context, h]), "v")
         window = config.sliding_window if i in config.sliding_layers else None
-        out = dense_attention(q, k, v, seen(length, at, 0, config.is_causal, window))
+        out = dense_attention(q, k, v, seen(length, at, 0, config.causal(i), window))
         x = x + out.flatten(1) @ w["self_attn.o_proj.weight"].T
         h = norm(x, w["post_attention_layernorm.weight"], eps)
         gate, up = h @ w["mlp.gate_proj.weight"].T, h @ w["mlp.up_proj.weight"].T
@@ -74,9 +74,11 @@ def twin_heads(drafter, hidden, previous) -> tuple[torch.Tensor, torch.Tensor]:
             e = weights["markov_head.markov_w1.weight"][token]
             m = e
             if config.markov_head_type == "gated":
-                m = (weights["markov_head.gate.weight"] @ torch.cat([h, e])).sigmoid() * e
+                gate = weights["markov_head.gate_proj.weight"] @ torch.cat([h, e])
+                m = (gate + weights["markov_head.gate_proj.bias"]).sigmoid() * e
             elif config.markov_head_type == "rnn":
-                g, c, o = (weights["markov_head.rnn.weight"] @ torch.cat([s, e, h])).chunk(3)
+                joint = weights["markov_head.joint_proj.weight"] @ torch.cat([s, e, h])
+                g, c, o = (joint + weights["markov_head.joint_proj.bias"]).chunk(3)
                 s, m = g.sigmoid() * s + (1 - g.sigmoid()) * c.tanh(), o.tanh()
             z = z + weights["markov_head.markov_w2.weight"] @ m
         if config.confidence_head:
