@@ -7,17 +7,21 @@ into one of six styles. It then answers its own prompts, greedily and sampled in
 import argparse
 import hashlib
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from dspark.paths import PROMPTS, cache_dir
-from dspark.target import EMBEDDED, Target
+from dspark.setup import has_gpu
+from dspark.target import EMBEDDED, embedded_target, encode_chat, stop_ids
 
 HELDOUT_ONE_IN = 32
+MAX_PROMPT_TOKENS = 96  # that the target adds to an opener
 
 
 def normalise(prompt: str) -> str:
@@ -30,84 +34,71 @@ def split_of(prompt: str) -> str:
     return "heldout" if int.from_bytes(digest[:4], "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
-def sample_tokens(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row from logits [B, V] at temperature [B]: argmax where it is 0, else a draw by inverse CDF."""
-    tokens = logits.argmax(-1)
-    draw = (temperature > 0).nonzero().squeeze(-1)
-    if len(draw):
-        cdf = (logits[draw].float() / temperature[draw, None]).softmax(-1).cumsum(-1)
-        uniform = torch.rand(len(draw), 1, generator=generator, device=logits.device)
-        tokens[draw] = torch.searchsorted(cdf, uniform * cdf[:, -1:]).squeeze(-1).clamp_max(logits.shape[-1] - 1)
-    return tokens
+class VllmWriter:
+    """The target in vLLM's own engine. Calling it continues prompts, lists of ids -> lists of ids, stop token included.
 
-
-@torch.inference_mode()
-def generate_batch(
-    target: Target, prompts: list[list[int]], max_new_tokens: int, temperature: Tensor, generator: torch.Generator
-) -> list[list[int]]:
-    """Responses [list of ids, stop token included] to a batch of prompts of any lengths; temperature [B].
-
-    The batch shrinks as rows finish, so a long straggler does not pay for the rest.
+    On a CPU two writers of one thread each outrun one of two threads, hence `--workers`. vLLM has no per-request seed
+    there, so the engine's generator is seeded once a call, which comes to the same: a call starts with an idle engine.
     """
-    lengths = torch.tensor([len(p) for p in prompts], device=target.device)
-    cache = target.new_cache(len(prompts), int(lengths.max()) + max_new_tokens)
-    padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long, device=target.device)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = torch.tensor(prompt)
-    hidden = target.forward(padded, cache, 0).hidden
-    hidden = hidden[torch.arange(len(prompts)), lengths - 1]  # [B, H]
-    out: list[list[int]] = [[] for _ in prompts]
-    alive = torch.arange(len(prompts))  # which prompt each row of the shrinking batch belongs to
-    for _ in range(max_new_tokens):
-        tokens = sample_tokens(target.logits(hidden), temperature, generator)
-        for row, token in zip(alive.tolist(), tokens.tolist(), strict=True):
-            if not (out[row] and out[row][-1] in target.eos_token_ids):
-                out[row].append(token)
-        going = torch.tensor([out[row][-1] not in target.eos_token_ids for row in alive.tolist()])
-        if not going.any():
-            break
-        if going.sum() <= 0.75 * len(going):
-            alive, tokens, lengths, temperature = alive[going], tokens[going], lengths[going], temperature[going]
-            cache.select(going)
-        hidden = target.forward(tokens[:, None], cache, lengths).hidden[:, 0]
-        lengths = lengths + 1
-    return out
+
+    def __init__(self, target_name: str, dtype: str, max_model_len: int, max_num_seqs: int = 192):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: one thread, one generator
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from vllm import LLM
+
+        source = str(embedded_target()) if target_name == EMBEDDED else target_name
+        self.llm = LLM(
+            source, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, enforce_eager=not has_gpu(),
+            gpu_memory_utilization=0.8 if has_gpu() else 0.3,
+        )  # fmt: skip
+        self.name, self.tokenizer = target_name, AutoTokenizer.from_pretrained(source)
+        self.eos_token_ids = stop_ids(AutoConfig.from_pretrained(source), GenerationConfig.from_pretrained(source))
+
+    def __call__(self, prompts: list[list[int]], max_new_tokens: int, temperature: list[float], seed: int):
+        from vllm import SamplingParams
+
+        torch.manual_seed(seed)
+        params = [SamplingParams(temperature=t, max_tokens=max_new_tokens, detokenize=False) for t in temperature]
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def write_prompts(target: Target, openers: dict, count: int, max_tokens: int, seed: int, generator) -> list[dict]:
+def write_prompts(writer, openers: dict, count: int, max_tokens: int, seed: int) -> list[dict]:
     """`count` prompts begun with random openers and finished by the target at temperature 1; unended ones dropped."""
     rng = random.Random(seed)
     styles = rng.choices(sorted(openers), k=count)
     starts = [rng.choice(openers[style]) for style in styles]
     marker = "\u241f"  # a symbol that no template contains: whatever follows it is the end of the user turn
     chat = [{"role": "user", "content": marker}]
-    prefix = target.tokenizer.apply_chat_template(chat, tokenize=False).split(marker)[0]
-    encode = target.tokenizer.encode
-    ids = [encode(prefix + start, add_special_tokens=False) for start in starts]
-    written = generate_batch(target, ids, max_tokens, torch.ones(count, device=target.device), generator)
+    prefix = writer.tokenizer.apply_chat_template(chat, tokenize=False).split(marker)[0]
+    ids = [writer.tokenizer.encode(prefix + start, add_special_tokens=False) for start in starts]
+    written = writer(ids, max_tokens, [1.0] * count, seed)
     rows = []
     for style, start, tail in zip(styles, starts, written, strict=True):
-        if tail[-1] in target.eos_token_ids and len(tail) > 4:
-            prompt = (start + target.tokenizer.decode(tail[:-1])).strip()
+        if tail[-1] in writer.eos_token_ids and len(tail) > 4:
+            prompt = (start + writer.tokenizer.decode(tail[:-1])).strip()
             rows.append({"style": style, "prompt": prompt})
     return rows
 
 
-def answer(target: Target, rows: list[dict], max_new_tokens: int, generator) -> list[dict]:
+def answer(writer, rows: list[dict], max_new_tokens: int, seed: int) -> list[dict]:
     """Add the target's own response to each row: every other one greedy, the rest at temperature 0.8."""
-    temperature = torch.tensor([0.0 if i % 2 == 0 else 0.8 for i in range(len(rows))], device=target.device)
-    ids = [target.encode_chat([{"role": "user", "content": row["prompt"]}]) for row in rows]
-    responses = generate_batch(target, ids, max_new_tokens, temperature, generator)
+    temperature = [0.0 if i % 2 == 0 else 0.8 for i in range(len(rows))]
+    ids = [encode_chat(writer.tokenizer, [{"role": "user", "content": row["prompt"]}]) for row in rows]
+    responses = writer(ids, max_new_tokens, temperature, seed)
     done = []
-    for i, (row, prompt, response) in enumerate(zip(rows, ids, responses, strict=True)):
-        text = target.tokenizer.decode([t for t in response if t not in target.eos_token_ids])
+    for row, t, prompt, response in zip(rows, temperature, ids, responses, strict=True):
+        text = writer.tokenizer.decode([token for token in response if token not in writer.eos_token_ids])
         messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": text}]
         done.append(
             {
                 "style": row["style"],
                 "split": split_of(row["prompt"]),
-                "temperature": round(float(temperature[i]), 2),
-                "target": target.name,
+                "temperature": t,
+                "target": writer.name,
                 "messages": messages,
                 "prompt_ids": prompt,
                 "response_ids": response,
@@ -134,7 +125,7 @@ def _write_atomically(path: Path, rows: list[dict]) -> None:
     temporary.replace(path)
 
 
-def self_write(target: Target, path: Path, response_tokens: int, batch: int = 96, seed: int = 0, max_new_tokens=192):
+def self_write(writer, path: Path, response_tokens: int, batch: int = 768, seed: int = 0, max_new_tokens: int = 192):
     """Append rounds of self-written conversations to `path` until it holds `response_tokens`; resumes from the file."""
     openers = json.loads((PROMPTS / "openers.json").read_text())
     held_out = {normalise(row["turns"][0]) for file in PROMPTS.glob("own-*.jsonl") for row in _jsonl(file)}
@@ -143,16 +134,16 @@ def self_write(target: Target, path: Path, response_tokens: int, batch: int = 96
     seen = held_out | {normalise(row["messages"][0]["content"]) for row in rows}
     total = sum(len(row["response_ids"]) for row in rows)
     number = rows[-1]["round"] + 1 if rows else 0
-    with tqdm(total=response_tokens, initial=total, unit="tok", desc=f"{target.name} writes {path.name}") as bar:
+    with tqdm(total=response_tokens, initial=total, unit="tok", desc=f"{writer.name} writes {path.name}") as bar:
         while total < response_tokens:
-            generator = torch.Generator(target.device).manual_seed(seed * 1_000_003 + number)
-            prompts = write_prompts(target, openers, batch * 3 // 2, 96, seed * 1_000_003 + number, generator)
+            round_seed = seed * 1_000_003 + number
+            prompts = write_prompts(writer, openers, batch * 3 // 2, MAX_PROMPT_TOKENS, round_seed)
             fresh = {normalise(row["prompt"]): row for row in prompts if normalise(row["prompt"]) not in seen}
             chosen = list(fresh.values())[:batch]
             if not chosen:
                 raise RuntimeError(f"round {number} wrote no new prompt: the openers are exhausted, add some")
             seen |= set(fresh)
-            done = answer(target, chosen, max_new_tokens, generator)
+            done = answer(writer, chosen, max_new_tokens, round_seed)
             with path.open("a") as file:
                 file.write("".join(json.dumps({"round": number, **row}) + "\n" for row in done))
             written = sum(len(row["response_ids"]) for row in done)
@@ -164,21 +155,48 @@ def _jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
-def default_path(target_name: str, seed: int = 0) -> Path:
-    return cache_dir() / "data" / f"{target_name.replace('/', '--')}-seed{seed}.jsonl"
+def data_folder() -> Path:
+    return cache_dir() / "data"
+
+
+def written_files(target_name: str, folder: Path) -> list[Path]:
+    """What `data` has written for this target, one file a seed."""
+    files = sorted(folder.glob(f"{target_name.replace('/', '--')}-seed*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"no training data for {target_name!r} in {folder}: run `python3 -m dspark data` first")
+    return files
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="dspark data", description=__doc__.splitlines()[0])
     parser.add_argument("--target", default=EMBEDDED, help="embedded default, hub name or folder")
-    parser.add_argument("--response-tokens", type=int, default=400_000, help="stop after this many")
-    parser.add_argument("--batch", type=int, default=96, help="conversations a round")
+    parser.add_argument("--response-tokens", type=int, default=400_000, help="of all workers together")
+    parser.add_argument("--batch", type=int, default=768, help="conversations a round")
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSONL file (default: in the cache)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first worker; the next has the next")
+    parser.add_argument("--workers", type=int, default=1 if has_gpu() else os.cpu_count(), help="processes")
+    parser.add_argument("--out", type=Path, help="folder of the JSONL files, one a worker (default: in the cache)")
     args = parser.parse_args(argv)
-    target = Target.load(args.target, getattr(torch, args.dtype), "cuda" if torch.cuda.is_available() else "cpu")
-    path = args.out or default_path(args.target, args.seed)
-    self_write(target, path, args.response_tokens, args.batch, args.seed, args.max_new_tokens)
+    share = -(-args.response_tokens // args.workers)
+    if args.workers > 1:
+        _run_workers(argv, args.workers, args.seed, share)
+        return
+    path = (args.out or data_folder()) / f"{args.target.replace('/', '--')}-seed{args.seed}.jsonl"
+    writer = VllmWriter(args.target, args.dtype, MAX_PROMPT_TOKENS + 128 + args.max_new_tokens)
+    self_write(writer, path, share, args.batch, args.seed, args.max_new_tokens)
     print(path)
+
+
+def _run_workers(argv: list[str], workers: int, seed: int, share: int) -> None:
+    """One process of one thread a seed, side by side; the first that fails stops the others."""
+    command = [sys.executable, "-m", "dspark", "data", *argv, "--workers", "1", "--response-tokens", str(share)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = [subprocess.Popen([*command, "--seed", str(seed + i)], env=environment) for i in range(workers)]
+    try:
+        for process in running:
+            if process.wait():
+                raise SystemExit(f"a writer ended with status {process.returncode}: its message is above")
+    finally:
+        for process in running:
+            process.terminate()

@@ -30,7 +30,7 @@ _READ = {
     "mlp.down_proj.weight", "self_attn.o_proj.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
     *(f"self_attn.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")),
 }  # fmt: skip
-"""The parameters of a layer that `forward` uses: a model with others would run, and compute something else."""
+"""The parameters of a layer that `forward` uses: with others it would run, and compute something else."""
 
 
 class TargetOutput(NamedTuple):
@@ -52,11 +52,6 @@ class KVCache:
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
-    def select(self, rows: Tensor) -> None:
-        """Keep only these batch rows (a decoding batch drops the finished ones)."""
-        self.k = [k[rows] for k in self.k]
-        self.v = [v[rows] for v in self.v]
-
 
 class _Layer(NamedTuple):
     input_norm: Tensor
@@ -71,22 +66,14 @@ class _Layer(NamedTuple):
 
 
 class Target:
-    """A frozen causal LM of one of FAMILIES. `load` takes the embedded default, a hub name or a local folder."""
+    """A frozen causal LM of one of FAMILIES. `load` takes the embedded default, a hub name or a local folder, and
+    gives a TransformersTarget for any other architecture."""
 
     def __init__(self, model, tokenizer, name: str, layer_ids: tuple[int, ...] = ()):
         config = model.config
-        if config.model_type not in FAMILIES:
-            raise ValueError(f"target {name!r} has model_type {config.model_type!r}; supported are {FAMILIES}")
-        unread = sorted({key for key, _ in model.model.layers[0].named_parameters()} - _READ)
-        if unread or config.hidden_act != "silu":
-            raise ValueError(f"target {name!r} is not supported: extra {unread}, activation {config.hidden_act!r}")
-        self.name, self.tokenizer, self.layer_ids = name, tokenizer, tuple(layer_ids)
-        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
-        self.num_hidden_layers = config.num_hidden_layers
+        self._describe(model, tokenizer, name, layer_ids)
         self.num_attention_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        window = getattr(config, "sliding_window", None) or config.max_position_embeddings
-        self.max_position_embeddings = min(config.max_position_embeddings, window)  # all that a window holds is full
         self.eps = config.rms_norm_eps
         self.embed_tokens = model.model.embed_tokens.weight.detach()
         self.lm_head = model.lm_head.weight.detach()
@@ -95,9 +82,25 @@ class Target:
         self.layers = [self._fuse(layer) for layer in model.model.layers]
         self._rotary = model.model.rotary_emb
         self._rope_tables(min(4096, self.max_position_embeddings))
-        stated = model.generation_config.eos_token_id if model.generation_config else None
-        eos = config.eos_token_id if stated is None else stated
-        self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    def _describe(self, model, tokenizer, name: str, layer_ids) -> None:
+        """What every target says of itself."""
+        config = model.config.get_text_config()
+        self.name, self.tokenizer, self.layer_ids = name, tokenizer, tuple(layer_ids)
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_hidden_layers = config.num_hidden_layers
+        self.max_position_embeddings = getattr(config, "max_position_embeddings", 2**20)  # ALiBi and the like: no limit
+        self.eos_token_ids = stop_ids(config, model.generation_config)
+
+    @staticmethod
+    def writes_out(model) -> bool:
+        """Whether `forward` computes all that this model does: family, parameters, activation, full attention."""
+        config = model.config
+        if config.model_type not in FAMILIES or config.hidden_act != "silu":
+            return False
+        window = getattr(config, "sliding_window", None) or config.max_position_embeddings
+        read = {key for key, _ in model.model.layers[0].named_parameters()} <= _READ
+        return read and window >= config.max_position_embeddings
 
     @staticmethod
     def _fuse(layer) -> _Layer:
@@ -128,6 +131,8 @@ class Target:
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise OSError(f"target {name!r}: not a folder here and not reachable on the hub ({reason})") from error
+        if not cls.writes_out(model):
+            from dspark.transformers_target import TransformersTarget as cls
         return cls(model.to(device).eval(), tokenizer, name, layer_ids)
 
     def _rope_tables(self, length: int) -> None:
@@ -138,13 +143,16 @@ class Target:
         self.cos, self.sin = cos[0].to(self.dtype), sin[0].to(self.dtype)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        if max_len > self.max_position_embeddings:
-            limit = self.max_position_embeddings
-            raise ValueError(f"{max_len} tokens asked for, but {self.name} holds {limit}: shorten prompt or answer")
+        self._check_length(max_len)
         if max_len > self.cos.shape[0]:
             self._rope_tables(min(self.max_position_embeddings, 2 * max_len))
         shape = (self.num_hidden_layers, batch, self.num_key_value_heads, max_len, self.head_dim)
         return KVCache(*shape, self.dtype, self.device)
+
+    def _check_length(self, max_len: int) -> None:
+        if max_len > self.max_position_embeddings:
+            limit = self.max_position_embeddings
+            raise ValueError(f"{max_len} tokens asked for, but {self.name} holds {limit}: shorten prompt or answer")
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, cache: KVCache, start: int | Tensor) -> TargetOutput:
@@ -211,8 +219,20 @@ class Target:
 
     def encode_chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of chat messages under the target's own chat template."""
-        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True)
-        return list(ids["input_ids"]) if hasattr(ids, "keys") else list(ids)
+        return encode_chat(self.tokenizer, messages, add_generation_prompt)
+
+
+def encode_chat(tokenizer, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
+    """Token ids of chat messages under the tokenizer's own chat template."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True)
+    return list(ids["input_ids"]) if hasattr(ids, "keys") else list(ids)
+
+
+def stop_ids(config, generation_config) -> frozenset[int]:
+    """Every id that ends an answer: the generation config's, or the model config's where that names none."""
+    stated = generation_config.eos_token_id if generation_config else None
+    eos = config.eos_token_id if stated is None else stated
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -27,7 +27,7 @@ from dspark.decode import heldout_tau
 from dspark.drafter import DSparkDrafter
 from dspark.losses import acceptance_loss, accepted_length, confidence_loss, position_weights
 from dspark.paths import cache_dir
-from dspark.selfwrite import default_path
+from dspark.selfwrite import data_folder, written_files
 from dspark.source import LocalSource, PackedRow, pack
 from dspark.target import EMBEDDED, Target
 
@@ -361,7 +361,7 @@ def main(argv: list[str]) -> None:
     config = TrainConfig(
         **{f.name: args[f.name] for f in dataclasses.fields(TrainConfig)} | {"block_sizes": tuple(args["block_sizes"])}
     )
-    train(args["target"], shape, config, args["data"] or [default_path(args["target"])], args["out"])
+    train(args["target"], shape, config, args["data"] or written_files(args["target"], data_folder()), args["out"])
 
 
 def train(target_name: str, shape: DSparkConfig, config: TrainConfig, data: list[Path], out: Path) -> DSparkDrafter:

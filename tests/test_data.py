@@ -3,10 +3,12 @@
 import copy
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from tiny import packed_row, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,10 +25,11 @@ from dspark.data import (
     load_samples,
     read_jsonl,
 )
+from dspark.decode import answer
 from dspark.paths import PROMPTS
-from dspark.selfwrite import normalise, read_rounds, sample_tokens, self_write, split_of
+from dspark.selfwrite import normalise, read_rounds, self_write, split_of, written_files
 from dspark.source import LocalSource, pack
-from dspark.target import Target
+from dspark.target import Target, encode_chat
 
 
 def chat(*contents: str, system: str | None = None) -> list[dict]:
@@ -253,33 +256,8 @@ def test_an_unreachable_hub_points_to_the_folder():
         load_prompts("GSM8K", 1)
 
 
-# ---- sampling
-
-
-def test_sample_tokens_draws_each_row_at_its_temperature():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
-    temperatures, rows = (0.0, 0.5, 1.0, 2.0), 4000
-    temperature = torch.tensor(temperatures).repeat(rows)
-    tokens = sample_tokens(logits.expand(len(temperature), -1), temperature, torch.Generator().manual_seed(0))
-    for i, t in enumerate(temperatures):
-        counts = torch.bincount(tokens[i::4], minlength=5).double()
-        if t == 0:
-            assert counts[0] == rows
-            continue
-        p = (logits.double() / t).softmax(0)
-        assert counts[4] == 0
-        assert chisquare(counts[:4].numpy(), (rows * p[:4]).numpy()).pvalue > 0.01
-        wrong = (logits.double() / t / 1.2).softmax(0)  # the test would see a temperature that is 20% off
-        assert chisquare(counts[:4].numpy(), (rows * wrong[:4]).numpy()).pvalue < 1e-3
-
-
-def test_sample_tokens_repeats_with_its_seed():
-    logits, temperature = torch.zeros(50, 9), torch.ones(50)
-    draws = [sample_tokens(logits, temperature, torch.Generator().manual_seed(seed)).tolist() for seed in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
-
-
-# ---- self-written data: a small random model behind the real tokenizer, which stops after 20 tokens or so
+# ---- self-written data: a small random model behind the real tokenizer, which stops after 20 tokens or so. The last
+# test has vLLM and the real target write.
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +271,21 @@ def babbler(target):
     model.model.embed_tokens.weight.data[:, 0] = 1  # one constant feature, and the stop token's logit hangs on it
     model.lm_head.weight.data[2] = 0
     model.lm_head.weight.data[2, 0] = math.log(0.05 * target.vocab_size) / 4
-    return Target(model, target.tokenizer, "babbler", ())
+    return Babbler(Target(model, target.tokenizer, "babbler", ()))
+
+
+class Babbler:
+    """A writer as VllmWriter is one, a prompt at a time through this project's own decoding."""
+
+    def __init__(self, target):
+        self.target, self.name = target, target.name
+        self.tokenizer, self.eos_token_ids = target.tokenizer, target.eos_token_ids
+
+    def __call__(self, prompts, max_new_tokens, temperature, seed):
+        runs = enumerate(zip(prompts, temperature, strict=True))
+        return [
+            answer(self.target, None, p, 0, max_new_tokens, temperature=t, seed=seed + i).tokens for i, (p, t) in runs
+        ]
 
 
 SMALL = {"batch": 6, "seed": 3, "max_new_tokens": 12}
@@ -312,7 +304,7 @@ def test_rows_hold_the_targets_own_words(babbler, written):
     assert sum(len(row["response_ids"]) for row in rows) >= 90 and rows[-1]["round"] >= 2
     for row in rows:
         prompt = row["messages"][0]["content"]
-        assert row["prompt_ids"] == babbler.encode_chat([{"role": "user", "content": prompt}])
+        assert row["prompt_ids"] == encode_chat(babbler.tokenizer, [{"role": "user", "content": prompt}])
         assert 1 <= len(row["response_ids"]) <= 12 and 2 not in row["response_ids"][:-1]
         assert row["messages"][1]["content"] == babbler.tokenizer.decode([t for t in row["response_ids"] if t != 2])
         assert row["split"] == split_of(prompt) and row["target"] == "babbler"
@@ -359,6 +351,21 @@ def test_prompts_of_the_evaluation_never_enter_the_data(babbler, tmp_path, monke
     assert [row["messages"][0]["content"] for row in read_jsonl(tmp_path / "data.jsonl")] == ["Something else entirely"]
     with pytest.raises(RuntimeError, match="round 1 wrote no new prompt"):
         self_write(babbler, tmp_path / "data.jsonl", 10**6, **SMALL)
+
+
+def test_workers_write_with_vllm_what_the_target_says(target, tmp_path):
+    """The command itself, two workers: greedy responses are the target's own but for near-ties of another kernel."""
+    command = [sys.executable, "-m", "dspark", "data", "--workers", "2", "--batch", "6", "--dtype", "float32"]
+    command += ["--response-tokens", "100", "--max-new-tokens", "24", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    files = written_files("smollm2-135m", tmp_path)
+    assert [file.name[-11:] for file in files] == ["seed0.jsonl", "seed1.jsonl"]
+    rows = [row for file in files for row in read_jsonl(file)]
+    assert len({row["messages"][0]["content"] for row in rows}) == len(rows) > 4
+    greedy = [row for row in rows if row["temperature"] == 0]
+    same = [answer(target, None, row["prompt_ids"], 0, 24).tokens == row["response_ids"] for row in greedy]
+    assert sum(same) >= 0.8 * len(same) > 1
 
 
 def test_read_rounds_drops_the_round_that_a_kill_cut(tmp_path):

@@ -13,7 +13,6 @@ from dspark import decode as decoding
 from dspark.config import DSparkConfig
 from dspark.decode import Answer, answer, confident_prefix, decode, pooled_tau, verify_greedy, verify_sampled
 from dspark.drafter import Draft, DSparkDrafter
-from dspark.selfwrite import generate_batch
 from dspark.target import Target
 
 LIKED = torch.tensor([14, 23, 25, 31, 36])  # what the toy target says most: a random drafter is right now and then
@@ -91,15 +90,6 @@ def test_own_forward_decodes_as_transformers_generates(lively):
     for prompt in PROMPTS:
         wanted = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)[0]
         assert answer(lively, None, prompt, 0, 40).tokens == wanted[len(prompt) :].tolist()
-
-
-def test_ragged_batch_generation_equals_one_by_one(lively, monkeypatch):
-    prompts = [list(p) for p in PROMPTS]
-    free = [answer(lively, None, p, 0, 30, stop_token_ids=NEVER).tokens for p in prompts]
-    monkeypatch.setattr(lively, "eos_token_ids", frozenset({free[0][4], free[1][9]}))
-    wanted = [answer(lively, None, p, 0, 30).tokens for p in prompts]
-    assert len({len(tokens) for tokens in wanted}) > 1  # rows finish at different times, so the batch shrinks
-    assert generate_batch(lively, prompts, 30, torch.zeros(len(prompts)), torch.Generator()) == wanted
 
 
 # ---- stop tokens and budgets (pitfall 47)

@@ -5,10 +5,18 @@ import torch
 from tiny import tiny_model, tiny_target
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
@@ -16,10 +24,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from dspark.config import PRESETS
+from dspark.decode import answer
 from dspark.target import EMBEDDED, Target, embedded_target
+from dspark.transformers_target import TransformersTarget
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -40,7 +52,7 @@ TEXTS = ("The capital of France is Paris, and", "def fib(n):\n    if n < 2:", "H
 
 def random_model(config_class, model_class, changes):
     torch.manual_seed(0)
-    model = model_class(config_class(**SHAPE, **changes)).eval()
+    model = model_class(config_class(**{**SHAPE, **changes})).eval()
     for parameter in model.parameters():  # biases and norms too, which start as 0 and 1
         parameter.data += torch.randn_like(parameter) * (0.1 if parameter.ndim == 2 else 0.3)
     return model
@@ -92,40 +104,76 @@ def test_taps_are_block_outputs_in_transformers_counting_plus_one(layer_ids):
     torch.testing.assert_close(out.hidden, states[-1], rtol=1e-4, atol=1e-4)
 
 
-# ---- refused
+# ---- every other architecture, through transformers' own forward
 
-
-def test_an_unsupported_architecture_is_refused_by_name(tmp_path):
-    GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
-    tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="model_type 'gpt2'; supported are .*llama.*qwen3"):
-        Target.load(str(tmp_path))
-
-
-UNSUPPORTED = {
-    "attention bias": ({"attention_bias": True}, "self_attn.o_proj.bias"),
-    "MLP bias": ({"mlp_bias": True}, "mlp.down_proj.bias"),
-    "another activation": ({"hidden_act": "gelu"}, "activation 'gelu'"),
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+       "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+       "num_key_value_heads": 4}  # fmt: skip
+OTHERS = {
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {"n_positions": 128}),
+    "gemma3, sliding and scaled embeddings": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"head_dim": 8, "sliding_window": 8},
+    ),
+    "qwen3 mixture of experts": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek v3, latent attention": (DeepseekV3Config, DeepseekV3ForCausalLM, MLA),
+    "mistral, sliding": (MistralConfig, MistralForCausalLM, {"sliding_window": 16}),
+    "llama with attention bias": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
+    "llama with MLP bias": (LlamaConfig, LlamaForCausalLM, {"mlp_bias": True}),
+    "llama, another activation": (LlamaConfig, LlamaForCausalLM, {"hidden_act": "gelu"}),
 }
 
 
-@pytest.mark.parametrize("changes, named", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_what_the_forward_pass_would_leave_out_is_refused(changes, named):
-    with pytest.raises(ValueError, match=f"target 'toy' is not supported: .*{named}"):
-        Target(random_model(LlamaConfig, LlamaForCausalLM, changes), None, "toy")
-
-
-def test_a_sliding_target_is_exact_up_to_its_window_and_refused_beyond():
-    model = random_model(MistralConfig, MistralForCausalLM, {"sliding_window": 16})
-    target = Target(model, None, "toy")
-    tokens = torch.arange(16)[None]
+@pytest.mark.parametrize("family", OTHERS.values(), ids=OTHERS)
+def test_other_architectures_forget_rejected_drafts(family):
+    """In parts, wrong tokens run in between and taken back, as verification does: the model's own logits and taps."""
+    model = random_model(*family)
+    assert not Target.writes_out(model)
+    target = TransformersTarget(model, None, "toy", (0, 1))
+    tokens = torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted = model(tokens).logits
-    torch.testing.assert_close(
-        target.logits(run(target, tokens.tolist(), cache=target.new_cache(1, 16)).hidden), wanted
-    )
-    with pytest.raises(ValueError, match="17 tokens asked for, but toy holds 16"):
-        target.new_cache(1, 17)
+        wanted = model(tokens, output_hidden_states=True)
+    cache, hidden, features = target.new_cache(1, 48), [], []
+    for begin, end in ((0, 20), (20, 21), (21, 29), (29, 30), (30, 40)):
+        target.forward(tokens[:, begin:end].flip(1) + 1 - 50 * (tokens[:, begin:end].flip(1) == 49), cache, begin)
+        out = target.forward(tokens[:, begin:end], cache, begin)
+        hidden.append(out.hidden)
+        features.append(out.features)
+    torch.testing.assert_close(target.logits(torch.cat(hidden, 1)), wanted.logits, rtol=1e-4, atol=1e-4)
+    taps = torch.cat(wanted.hidden_states[1:3], -1)
+    torch.testing.assert_close(torch.cat(features, 1), taps, rtol=1e-4, atol=1e-4)
+
+
+def test_another_architecture_decodes_as_transformers_generates(tmp_path):
+    model = random_model(*OTHERS["gpt2"])
+    model.save_pretrained(tmp_path)
+    tokenizer(tmp_path)
+    target = Target.load(str(tmp_path))
+    assert isinstance(target, TransformersTarget)
+    prompt = [5, 6, 7, 8]
+    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0)[0]
+    assert answer(target, None, prompt, 0, 30).tokens == wanted[4:].tolist()
+
+
+# ---- refused
+
+
+def test_a_recurrent_target_is_refused():
+    config = Mamba2Config(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8,
+                          n_groups=1)  # fmt: skip
+    with pytest.raises(ValueError, match="target 'toy' keeps a recurrent state"):
+        TransformersTarget(Mamba2ForCausalLM(config).eval(), None, "toy")
+
+
+def test_a_target_that_scales_its_logits_is_refused():
+    model = random_model(CohereConfig, CohereForCausalLM, {"logit_scale": 0.5})
+    with pytest.raises(ValueError, match="target 'toy' changes its LM head's logits"):
+        TransformersTarget(model, None, "toy")
 
 
 def test_an_unknown_name_says_what_was_tried():
