@@ -43,7 +43,8 @@ class TrainConfig:
     block_sizes: tuple[int, ...] = (8,)  # drafts a block; each micro-batch draws one
     lr: float = 2e-3  # AdamW: norms, heads
     muon_lr: float = 4e-3  # matrices of fc and layers
-    warmup: float = 0.04  # share of the steps
+    warmup_steps: int = 40
+    decay: float = 1.0  # share of the steps, the last ones, over which the rate falls; less than 1 can be prolonged
     clip: float = 1.0
     gamma_decay: float = 4.0
     ce_weight: float = 0.5
@@ -63,12 +64,13 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig.{name} = {getattr(self, name)}: must be at least 1")
 
 
-def lr_scale(step: int, steps: int, warmup: float) -> float:
-    """Linear warm-up to 1, then cosine to 0; continuous at the hand-off and never above 1."""
-    rise = max(1, round(warmup * steps))
+def lr_scale(step: int, steps: int, warmup_steps: int, decay: float) -> float:
+    """Linear warm-up to 1, constant, then cosine to 0 over the last `decay` of the steps; never a jump."""
+    rise = max(1, min(warmup_steps, steps))
     if step < rise:
         return (step + 1) / rise
-    return 0.5 * (1 + math.cos(math.pi * (step + 1 - rise) / max(1, steps + 1 - rise)))
+    fall = max(rise, steps - round(decay * steps))
+    return 0.5 * (1 + math.cos(math.pi * max(0, step + 1 - fall) / max(1, steps + 1 - fall)))
 
 
 def sample_anchors(row: PackedRow, count: int, generator: torch.Generator) -> Tensor:
@@ -213,7 +215,7 @@ class Trainer:
                     loss, log = drafter_loss(self.drafter, self.target_head, micro, normaliser, config)
                 loss.backward()
                 logs.append(log)
-            scale = lr_scale(self.step, config.steps, config.warmup)
+            scale = lr_scale(self.step, config.steps, config.warmup_steps, config.decay)
             norm = self._update(scale)
             self.step += 1
             self.seconds = time.perf_counter() - begun
@@ -291,6 +293,13 @@ class Trainer:
         settings = dataclasses.asdict(self.config) | dataclasses.asdict(self.drafter.config)
         return json.loads(json.dumps(settings | data))
 
+    def _same_rates_so_far(self, before: dict, step: int) -> bool:
+        def rates(steps, decay):
+            return [lr_scale(k, steps, self.config.warmup_steps, decay) for k in range(step)]
+
+        now = (self.config.steps, self.config.decay)
+        return step <= now[0] and rates(*now) == rates(before["steps"], before["decay"])
+
     def _resume(self) -> None:
         checkpoints = sorted(self.folder.glob("step-*"))
         if not checkpoints:
@@ -298,6 +307,8 @@ class Trainer:
         state = json.loads((checkpoints[-1] / "state.json").read_text())
         before = state["config"]
         changed = {k for k, v in self._identity().items() if before.get(k, v) != v}
+        if self._same_rates_so_far(before, state["step"]):
+            changed -= {"steps", "decay"}  # the end may be moved while it has not begun to tell
         if changed:
             raise ValueError(
                 f"{self.folder.name} was trained with other {sorted(changed)}: use another --out to start anew"

@@ -46,7 +46,7 @@ def samples(lively):
 
 QUICK = TrainConfig(
     steps=20, micro_batches=2, row_tokens=40, anchors=12, block_sizes=(4, 2), dtype="float32", save_every=10,
-    heldout_every=1000, lr=1e-2, muon_lr=1e-2,
+    heldout_every=1000, lr=1e-2, muon_lr=1e-2, warmup_steps=1,
 )  # fmt: skip
 
 
@@ -211,16 +211,19 @@ def test_weights_decay_along_the_block_and_vanish_where_unsupervised(lively, sam
 # ---- learning rate (pitfall 32)
 
 
-@pytest.mark.parametrize("steps, warmup", [(1, 0.04), (2, 0.5), (20, 0.0), (100, 0.04), (1000, 0.1), (50, 1.0)])
-def test_learning_rate_rises_to_one_and_falls_without_a_jump(steps, warmup):
-    scales = [lr_scale(step, steps, warmup) for step in range(steps)]
-    rise = max(1, round(warmup * steps))
+@pytest.mark.parametrize("decay", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("steps, warmup", [(1, 40), (2, 1), (20, 0), (100, 4), (1000, 100), (50, 50)])
+def test_learning_rate_rises_to_one_and_falls_without_a_jump(steps, warmup, decay):
+    scales = [lr_scale(step, steps, warmup, decay) for step in range(steps)]
+    rise = max(1, min(warmup, steps))
+    fall = max(rise, steps - round(decay * steps))
     assert max(scales) == 1 == scales[rise - 1] and min(scales) > 0
     assert scales[:rise] == pytest.approx([(k + 1) / rise for k in range(rise)])
+    assert scales[rise:fall] == [1.0] * (fall - rise)
     assert scales[rise - 1 :] == sorted(scales[rise - 1 :], reverse=True)
     jumps = [abs(b - a) for a, b in zip(scales, scales[1:], strict=False)]
-    assert all(jump <= max(1 / rise, 1.6 / (steps + 1 - rise)) + 1e-9 for jump in jumps)
-    if steps - rise > 20:
+    assert all(jump <= max(1 / rise, 1.6 / (steps + 1 - fall)) + 1e-9 for jump in jumps)
+    if steps - fall > 20:
         assert scales[-1] < 0.01
 
 
@@ -229,7 +232,7 @@ def test_both_optimizers_follow_the_schedule(lively, samples, tmp_path):
     seen, update = [], run._update
     run._update = lambda scale: (update(scale), seen.append([o.param_groups[0]["lr"] for o in run.optimizers]))[0]
     run.run()
-    assert seen == [pytest.approx([1e-2 * s, 1e-3 * s]) for s in (lr_scale(k, 5, 0.04) for k in range(5))]
+    assert seen == [pytest.approx([1e-2 * s, 1e-3 * s]) for s in (lr_scale(k, 5, 1, 1.0) for k in range(5))]
     muon, adamw = ({id(p) for p in o.param_groups[0]["params"]} for o in run.optimizers)
     assert not muon & adamw and muon | adamw == {id(p) for p in run.drafter.parameters() if p.requires_grad}
     assert id(run.drafter.fc.weight) in muon and id(run.drafter.markov_head.markov_w1.weight) in adamw
@@ -299,6 +302,18 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(lively, samples, straight, t
     assert log_of(tmp_path / "run") == log_of(straight)
     mine, theirs = final_weights(tmp_path / "run"), final_weights(straight)
     assert set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_the_end_may_be_moved_before_the_rate_falls_and_not_after(lively, samples, tmp_path):
+    """Prolonged while the rate is constant, a run equals one that was meant to be long from the start."""
+    long = TrainConfig(**{**vars(QUICK), "steps": 24, "decay": 0.25})
+    trainer(lively, samples, tmp_path / "long", long).run()
+    short = TrainConfig(**{**vars(QUICK), "steps": 14, "decay": 0.25})
+    stop_at(trainer(lively, samples, tmp_path / "run", short), 11)  # saved at 10; the rate falls from 10 on
+    trainer(lively, samples, tmp_path / "run", long).run()
+    assert log_of(tmp_path / "run") == log_of(tmp_path / "long")
+    with pytest.raises(ValueError, match=r"trained with other \['steps'\]"):
+        trainer(lively, samples, tmp_path / "run", short)
 
 
 def test_a_finished_run_only_loads(lively, samples, straight, tmp_path):
