@@ -1,140 +1,396 @@
-"""Drafters on disk, in the native format of vLLM and DeepSpec: `architectures: ["Qwen3DSparkModel"]`, flat config.
+"""Drafters on disk: the tensors of the formats that `formats` names, read with every check and written whole.
 
-Safetensors only. A file that does not fit is refused with the tensor and the fault named, never half-loaded.
+Safetensors only, one file or sharded. A file that does not fit is refused with the tensor and the fault named, never
+half-loaded; a save that is cut off leaves the checkpoint that was there before it.
 """
 
+import argparse
+import ctypes
 import json
+import logging
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
 
+from dspark import card, formats
 from dspark.config import DSparkConfig
 from dspark.drafter import DSparkDrafter
+from dspark.formats import read_json, to_native
 
-_SAME_NAME = (
-    "vocab_size", "hidden_size", "mask_token_id", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "intermediate_size", "rope_theta", "max_position_embeddings", "rms_norm_eps",
-    "block_size", "sample_from_anchor", "is_causal", "sliding_window", "draft_vocab_size", "markov_rank",
-    "markov_head_type", "confidence_head_with_markov",
-)  # fmt: skip
-_OPTIONAL = {  # where a config leaves them out, the defaults of DSparkConfig are the format's
-    "sample_from_anchor", "is_causal", "sliding_window", "draft_vocab_size", "markov_head_type",
-    "confidence_head_with_markov",
-}  # fmt: skip
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HISTORY = ("recipe.json", "heldout.csv", "log.csv")  # how a drafter was made; goes along with an export
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # in files of older speculators
+_FLOATS, _INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")
+log = logging.getLogger(__name__)
 
 
-def to_native(config: DSparkConfig) -> dict:
-    """config.json of the native format. Every default that servers disagree on is written out."""
-    native = {name: getattr(config, name) for name in _SAME_NAME}
-    sliding = [
-        "sliding_attention" if i in config.sliding_layers else "full_attention" for i in range(config.num_hidden_layers)
-    ]
-    return {
-        "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        **native,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "target_layer_ids": list(config.target_layer_ids),
-        "enable_confidence_head": config.confidence_head,
-        "layer_types": sliding,
-        "use_sliding_window": bool(config.sliding_layers),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "target_model": config.target,
-        "num_target_layers": config.target_num_hidden_layers,
-    }
+class Checkpoint(NamedTuple):
+    """What a folder holds. notes: what it left open and how that was decided."""
+
+    config: DSparkConfig
+    tensors: dict[str, torch.Tensor]
+    notes: list[str]
 
 
-def from_native(native: dict) -> DSparkConfig:
-    """Inverse of to_native; a missing field is a ValueError that names it."""
-    rope = native.get("rope_theta") or native.get("rope_parameters", {}).get("rope_theta")
-    native = {**native, "rope_theta": rope}
-    needed = {*_SAME_NAME, "target_model", "num_target_layers", "target_layer_ids"} - _OPTIONAL
-    missing = sorted(name for name in needed if native.get(name) is None)
-    if missing:
-        raise ValueError(f"config.json is not a native DSpark config: it lacks {', '.join(missing)}")
-    return DSparkConfig(
-        target=native["target_model"],
-        target_num_hidden_layers=native["num_target_layers"],
-        target_layer_ids=native["target_layer_ids"],
-        sliding_layers=[i for i, t in enumerate(native.get("layer_types") or []) if t == "sliding_attention"],
-        confidence_head=native.get("enable_confidence_head", False),
-        **{name: native[name] for name in _SAME_NAME if name in native},
-    )
-
-
-def _own(drafter: DSparkDrafter) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds: all but what the target shares (embedding; LM head where the vocabulary is whole)."""
-    shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if drafter.d2t is None else set())
-    return {name: tensor for name, tensor in drafter.state_dict().items() if name not in shared}
-
-
-def save(drafter: DSparkDrafter, folder: Path, dtype=torch.bfloat16) -> None:
-    """Write folder/{config.json, model.safetensors}; the folder appears whole or not at all."""
-    folder = Path(folder)
-    temporary = folder.with_name(f".{folder.name}.saving")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    tensors = {k: v.to("cpu", dtype if v.is_floating_point() else v.dtype) for k, v in _own(drafter).items()}
-    tensors = {k: v.contiguous() for k, v in tensors.items()}
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    (temporary / "config.json").write_text(json.dumps(to_native(drafter.config), indent=2) + "\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in temporary.iterdir():
-        file.replace(folder / file.name)
-    temporary.rmdir()
+# ---- reading
 
 
 def load(folder: Path, target, dtype=None) -> DSparkDrafter:
-    """A drafter ready to draft for `target`, with the target's embedding and LM head where the file has none."""
+    """A drafter ready to draft for `target`, with the target's embedding and LM head where the file has none.
+
+    Any format of `formats`. What the file leaves open is decided as vLLM does, logged and kept in `drafter.notes`.
+    FileNotFoundError if a file is missing; ValueError names what is damaged or does not fit the target.
+    """
     folder = Path(folder)
-    try:
-        config = from_native(json.loads((folder / "config.json").read_text()))
-        tensors = load_file(folder / "model.safetensors")
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"no drafter in {folder.name}: {Path(error.filename).name} is missing") from error
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder.name} is damaged: {error}") from error
-    try:
-        config.check_target(target)
-    except ValueError as error:
-        raise ValueError(f"{folder.name} drafts for {config.target!r}, not {target.name!r}: {error}") from error
+    config, tensors, notes = read(folder, target)
+    shared = {"embed_tokens.weight": target.embed_tokens, "lm_head.weight": target.lm_head}
+    own = {
+        name
+        for name, tensor in shared.items()
+        if name in tensors and not (tensor.shape == tensors[name].shape and _same(tensor, tensors[name]))
+    }
+    if config.draft_vocab_size is None and "lm_head.weight" in own:
+        notes.append("the file's own LM head differs from the target's and is kept")
+    if "embed_tokens.weight" in own:
+        notes.append("the file's own embedding differs from the target's and is kept")
     with torch.device("meta"):
         drafter = DSparkDrafter(config)
-    _check(tensors, drafter, folder.name)
-    if config.draft_vocab_size is not None:
-        _check_vocabulary(tensors["d2t"], tensors["t2d"], folder.name)
-    tensors.setdefault("embed_tokens.weight", target.embed_tokens)  # a file's own tensors win
-    tensors.setdefault("lm_head.weight", target.lm_head)
-    drafter.load_state_dict(tensors, assign=True)
+    drafter.load_state_dict(shared | tensors, assign=True)
+    drafter.notes, drafter.own = notes, own
+    for note in notes:
+        log.warning("%s: %s", folder.name, note)
     return drafter.to(dtype or target.dtype).to(target.device).eval().requires_grad_(False)
 
 
-def _check(found: dict, drafter: DSparkDrafter, name: str) -> None:
-    wanted = drafter.state_dict()
-    missing, unexpected = sorted(set(_own(drafter)) - set(found)), sorted(set(found) - set(wanted))
-    if missing or unexpected:
-        raise ValueError(
-            f"{name}: missing tensors {missing[:4]}, unexpected {unexpected[:4]}: not this config's weights"
-        )
-    for key, tensor in found.items():
-        if tensor.shape != wanted[key].shape:
-            raise ValueError(f"{name}: {key} is {tuple(tensor.shape)}, config.json says {tuple(wanted[key].shape)}")
-        if tensor.is_floating_point() != wanted[key].is_floating_point():
-            raise ValueError(f"{name}: {key} has dtype {tensor.dtype}")
+def _same(target: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Whether a file's tensor is the target's, as far as the file's dtype can tell."""
+    return torch.equal(target.to(stored.device, stored.dtype), stored)
+
+
+def read(folder: Path, target=None) -> Checkpoint:
+    """Config and tensors of a block drafter, checked against each other and, if given, against the target."""
+    folder = Path(folder)
+    raw = _config_json(folder)
+    try:
+        config, notes = formats.read_config(raw, target)
+    except ValueError as error:
+        raise ValueError(f"{folder.name}: {error}") from error
+    try:
+        if target is not None:
+            config.check_target(target)
+    except ValueError as error:
+        raise ValueError(f"{folder.name} drafts for {config.target!r}, not {target.name!r}: {error}") from error
+    found = headers(folder)
+    faults = tensor_faults(config, found)
+    if faults:
+        raise ValueError(f"{folder.name}: {faults[0]}")
+    tensors = _tensors(folder)
+    for name in sorted(set(_OF_THE_TARGET) & set(tensors)):
+        tensors.pop(name)
+        notes.append(f"{name} is the target's and left aside")
+    _check_vocabulary(config, tensors, notes, folder.name)
+    if raw.get("markov_head_is_padding") is True:
+        if bool(tensors.pop("markov_head.markov_w2.weight").any()):
+            raise ValueError(f"{folder.name}: markov_head.markov_w2.weight is called padding, but is not zero")
+        tensors.pop("markov_head.markov_w1.weight")
+        config = config.replace(markov_rank=0)
+    return Checkpoint(config, tensors, notes)
+
+
+def read_eagle3(folder: Path) -> tuple[formats.Eagle3Config, dict[str, torch.Tensor]]:
+    """Shape and checked tensors of an Eagle3 head, layers named `layers.{i}`; d2t, if any, holds offsets."""
+    folder = Path(folder)
+    raw = _config_json(folder)
+    if formats.kind_of(raw) != "eagle3":
+        raise ValueError(f"{folder.name} is no Eagle3 head")
+    try:
+        config = formats.read_eagle3(raw)
+    except ValueError as error:
+        raise ValueError(f"{folder.name}: {error}") from error
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in _tensors(folder).items()}
+    V, D, H, d = config.vocab_size, config.draft_vocab_size, config.hidden_size, config.head_dim
+    q, kv, ffn = config.num_attention_heads * d, config.num_key_value_heads * d, config.intermediate_size
+    taps = len(config.aux_hidden_state_layer_ids or (0, 0, 0))
+    shapes = {"fc.weight": (H, taps * H), "norm.weight": (H,), "lm_head.weight": (D, H)}
+    for i in range(config.num_hidden_layers):
+        wide = 2 * H if i == 0 else H  # the first layer reads [embedding; hidden]
+        part = {"q": (q, wide), "k": (kv, wide), "v": (kv, wide), "o": (H, q)}
+        shapes |= {f"layers.{i}.self_attn.{name}_proj.weight": shape for name, shape in part.items()}
+        shapes |= {f"layers.{i}.mlp.{name}_proj.weight": (ffn, H) for name in ("gate", "up")}
+        shapes |= {f"layers.{i}.mlp.down_proj.weight": (H, ffn), f"layers.{i}.post_attention_layernorm.weight": (H,)}
+        shapes[f"layers.{i}.input_layernorm.weight"] = (H,)
+    shapes["layers.0.hidden_norm.weight"] = (H,)
+    missing = sorted(set(shapes) - set(tensors)) + (["d2t"] if D != V and "d2t" not in tensors else [])
+    wrong = [n for n, shape in shapes.items() if n in tensors and tensors[n].shape != shape]
+    if missing or wrong:
+        raise ValueError(f"{folder.name}: an Eagle3 head of this config has {(missing + wrong)[:3]}, the file not so")
+    if D != V:
+        _check_d2t(tensors["d2t"], tensors.get("t2d"), V, folder.name)
+    return config, tensors
+
+
+def _config_json(folder: Path) -> dict:
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"no drafter in {folder.name}: config.json is missing")
+    return read_json(folder / "config.json")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, one or the index's shards. Refuses pickles and paths out of the folder."""
+    single, index = folder / SINGLE, folder / INDEX
+    if (folder / "mask_embedding.pt").exists():
+        raise ValueError(f"{folder.name}: mask_embedding.pt is a pickle and would override the mask's embedding")
+    if not index.is_file():
+        pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
+        if not single.is_file() and pickles:
+            raise ValueError(
+                f"{folder.name} holds a pickle ({pickles[0]}), which can run code: convert it to safetensors"
+            )
+        if not single.is_file():
+            raise FileNotFoundError(f"no drafter in {folder.name}: {SINGLE} is missing")
+        return [single]
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{folder.name} is damaged: {INDEX} has no weight_map")
+    for tensor, name in places.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{folder.name}: {INDEX} puts {tensor} into {name!r}, which is no file of the folder")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"no drafter in {folder.name}: {name} is missing")
+    if single.is_file() and SINGLE not in places.values():
+        raise ValueError(f"{folder.name} holds two sets of weights, {SINGLE} and the shards of {INDEX}: remove one")
+    return [folder / name for name in sorted(set(places.values()))]
+
+
+@contextmanager
+def _opened(file: Path):
+    """A safetensors file, whose header is checked on opening against the file's size."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file.parent.name} is damaged: {file.name}: {error}") from error
+
+
+def headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{tensor: (shape, safetensors' dtype)} without reading the weights."""
+    found, places = {}, {}
+    for file in weight_files(folder):
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+                if name in found:
+                    raise ValueError(f"{folder.name}: {name} is in {places[name]} and in {file.name}")
+                part = opened.get_slice(name)
+                found[name], places[name] = (tuple(part.get_shape()), part.get_dtype()), file.name
+    if (folder / INDEX).is_file():
+        stated = read_json(folder / INDEX)["weight_map"]
+        wrong = sorted(name for name in {*stated, *places} if stated.get(name) != places.get(name))
+        if wrong:
+            raise ValueError(f"{folder.name}: {INDEX} and its shards disagree on where {wrong[:3]} lies")
+    return found
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in weight_files(folder):
+        with _opened(file) as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{name}: {key} holds NaN or Inf")
+            raise ValueError(f"{folder.name}: {name} holds NaN or Inf")
+    return tensors
 
 
-def _check_vocabulary(d2t: torch.Tensor, t2d: torch.Tensor, name: str) -> None:
-    """d2t must be OFFSETS (target id - draft id) that land, rising, exactly on the ids that t2d marks."""
+def tensor_faults(config: DSparkConfig, found: dict[str, tuple[tuple[int, ...], str]]) -> list[str]:
+    """What is missing, unexpected, of another shape or dtype than a drafter of `config` has. Empty: all fits."""
+    layers = {int(name.split(".")[1]) for name in found if name.startswith("layers.") and name.split(".")[1].isdigit()}
+    if config.num_hidden_layers > len(found):  # before a module of a billion layers is built
+        return [f"config.json says num_hidden_layers = {config.num_hidden_layers}, the file has {len(layers)}"]
+    with torch.device("meta"):
+        wanted = {name: tensor.shape for name, tensor in DSparkDrafter(config).state_dict().items()}
+    optional = {"embed_tokens.weight", "t2d"} | ({"lm_head.weight"} if config.draft_vocab_size is None else set())
+    aside = {*_OF_THE_TARGET} | ({"d2t", "t2d"} if config.draft_vocab_size is None else set())
+    missing = sorted(set(wanted) - optional - set(found))
+    unexpected = sorted(set(found) - set(wanted) - aside)
+    faults = []
+    if missing or unexpected:
+        faults = [f"missing tensors {missing[:4]}, unexpected {unexpected[:4]}: not this config's weights"]
+    for name in sorted(set(found) & set(wanted)):
+        shape, dtype = found[name]
+        if shape != wanted[name]:
+            faults.append(f"{name} is {shape}, config.json says {tuple(wanted[name])}")
+        fits = {"d2t": _INTEGERS, "t2d": ("BOOL",)}.get(name, _FLOATS)
+        if dtype not in fits:
+            faults.append(f"{name} has dtype {dtype}, not {' or '.join(fits)}")
+    return faults
+
+
+def _check_vocabulary(config: DSparkConfig, tensors: dict, notes: list[str], name: str) -> None:
+    """d2t of a pruned vocabulary must hold offsets; t2d may be left out, and both where nothing is pruned."""
+    if config.draft_vocab_size is None:
+        d2t, t2d = tensors.pop("d2t", torch.zeros(1)), tensors.pop("t2d", torch.ones(1))
+        if bool(d2t.any()) or not bool(t2d.all()):
+            raise ValueError(f"{name}: d2t or t2d prune the vocabulary, config.json does not: set draft_vocab_size")
+        return
+    ids = _check_d2t(tensors["d2t"], tensors.get("t2d"), config.vocab_size, name)
+    tensors["d2t"] = tensors["d2t"].long()
+    if "t2d" not in tensors:
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        notes.append("t2d is not in the file: derived from d2t")
+
+
+def _check_d2t(d2t: torch.Tensor, t2d: torch.Tensor | None, vocab_size: int, name: str) -> torch.Tensor:
+    """Target ids of a draft vocabulary. d2t must be OFFSETS (target id - draft id) that land, rising, within the
+    vocabulary, exactly on the ids that t2d marks."""
     ids = d2t.long() + torch.arange(len(d2t))
-    if not torch.equal(ids, t2d.nonzero().squeeze(1)):
+    rising = bool((ids[1:] > ids[:-1]).all())
+    if t2d is not None and not torch.equal(ids, t2d.nonzero().squeeze(1)):
         raise ValueError(
             f"{name}: d2t does not hold the offsets of the ids in t2d (absolute ids, or another vocabulary)"
         )
+    if not rising or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise ValueError(f"{name}: d2t does not hold offsets to rising ids within 0..{vocab_size - 1}")
+    return ids
+
+
+# ---- writing
+
+
+def save(
+    drafter: DSparkDrafter,
+    folder: Path,
+    dtype=torch.bfloat16,
+    format: str = "native",
+    shard_size: str = "5GB",
+    history: Path | None = None,
+) -> None:
+    """Write config, weights and model card; the folder is the new checkpoint or still the old one, never a mixture.
+
+    Other files of an old folder stay. `format` is one of formats.FORMATS, `history` a folder whose HISTORY files go
+    along and into the card. ValueError where the format cannot hold the drafter, before anything is written.
+    """
+    config_json, tensors = _encode(drafter, format)
+    tensors = {k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype) for k, v in tensors.items()}
+    config_json["dtype"] = str(dtype).removeprefix("torch.")
+    if drafter.notes:
+        config_json["decided_on_reading"] = drafter.notes
+    with replacing(folder) as new:
+        for name in HISTORY:
+            if history is not None and (Path(history) / name).is_file():
+                shutil.copy(Path(history) / name, new / name)
+        save_torch_state_dict(tensors, new, max_shard_size=shard_size, metadata={"format": "pt"})
+        (new / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        (new / "README.md").write_text(card.model_card(drafter.config, format, new, Path(folder).name, size))
+
+
+def _encode(drafter: DSparkDrafter, format: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """config.json and tensors: all but the embedding and LM head that are the target's."""
+    config = drafter.config
+    if format not in formats.FORMATS:
+        raise ValueError(f"format = {format!r}: one of {formats.FORMATS}")
+    whole = config.vocab_size_out == config.vocab_size
+    left_out = {"embed_tokens.weight"} | ({"lm_head.weight", "d2t", "t2d"} if whole else set())
+    tensors = {k: v for k, v in drafter.state_dict().items() if k not in left_out - drafter.own}
+    if format == "speculators":
+        if drafter.own & left_out:
+            raise ValueError("speculators takes embedding and LM head from the target, not this drafter's own")
+        return formats.to_speculators(config), tensors
+    if format == "vllm" and config.markov_rank and config.markov_head_type != "vanilla":
+        raise ValueError(f"{formats.vllm_limits(config)[0]}: export it as native or speculators")
+    if format == "vllm" and not config.markov_rank:
+        rank = formats.PADDING_RANK
+        tensors["markov_head.markov_w1.weight"] = torch.zeros(config.vocab_size, rank)
+        tensors["markov_head.markov_w2.weight"] = torch.zeros(config.vocab_size_out, rank)
+        return to_native(config.replace(markov_rank=rank)) | {"markov_head_is_padding": True}, tensors
+    return to_native(config), tensors
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder to fill, with the old one's other files in it; on leaving it takes the old one's place in one step."""
+    folder = Path(folder).resolve()
+    new = folder.with_name(f".{folder.name}.saving")
+    shutil.rmtree(new, ignore_errors=True)  # of a save that was cut off
+    if folder.exists():
+        replaced = shutil.ignore_patterns("*.safetensors", INDEX, "config.json", "README.md")
+        shutil.copytree(folder, new, ignore=replaced)
+    else:
+        new.mkdir(parents=True)
+    try:
+        yield new
+        for path in (*new.iterdir(), new):
+            _flush(path)
+        if folder.exists():
+            _exchange(new, folder)
+        else:
+            new.rename(folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two folders, on Linux in one step; where the kernel or file system cannot, `old` is missing for a moment."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if hasattr(libc, "renameat2") and not libc.renameat2(here, os.fsencode(new), here, os.fsencode(old), swap):
+        return
+    aside = new.with_suffix(".old")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)
+
+
+# ---- command line
+
+
+def find(source: str) -> Path:
+    """The folder of a checkpoint: one that is here, or a hub name, whose files are fetched. OSError if unreachable."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.md", "*.csv"]))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise OSError(f"drafter {source!r}: no folder here and not reachable on the hub ({reason})") from error
+
+
+def main(argv: list[str]) -> None:
+    from dspark.target import EMBEDDED, Target
+
+    parser = argparse.ArgumentParser(
+        prog="dspark load",
+        description="Load a drafter for its target with every check, say how open questions were decided, and, with "
+        "--out, write it in the native format with nothing left open.",
+    )
+    parser.add_argument("source", help="a folder or a hub name, in any format that can be read")
+    parser.add_argument("--target", default=EMBEDDED, help="embedded default, hub name or folder")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write it here, in the native format")
+    args = parser.parse_args(argv)
+    folder = find(args.source)
+    drafter = load(folder, Target.load(args.target, dtype=torch.bfloat16))
+    count = sum(p.numel() for name, p in drafter.named_parameters() if "embed_tokens" not in name)
+    print(f"{folder.name} fits {args.target}: {count / 1e6:.1f} million parameters, all checks passed")
+    if args.out:
+        save(drafter, args.out, history=folder)
+        print(f"written to {args.out}")

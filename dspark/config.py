@@ -48,6 +48,11 @@ class DSparkConfig:
                 raise ValueError(f"DSparkConfig.{name} = {getattr(self, name)!r}: {mend}")
 
     def _faults(self):
+        sizes = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+        for name in sizes:
+            yield name, getattr(self, name) < 1, "must be at least 1"
+        for name in ("rope_theta", "rms_norm_eps"):
+            yield name, not getattr(self, name) > 0, "must be positive"
         ids = self.target_layer_ids
         depth = self.target_num_hidden_layers
         yield "target_layer_ids", not ids or list(ids) != sorted(set(ids)), "give distinct ids in rising order"

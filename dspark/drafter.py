@@ -106,6 +106,7 @@ class DSparkDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.notes = []  # what a checkpoint left open and how reading it was decided
+        self.own = set()  # embed_tokens.weight, lm_head.weight where a checkpoint's are not the target's
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

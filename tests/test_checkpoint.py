@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, packed_row, tiny_config, tiny_drafter, tiny_model, tiny_target
 
-from dspark import checkpoint
+from dspark import checkpoint, formats
 from dspark.config import PRESETS
 from dspark.decode import answer, heldout_tau
 from dspark.evaluate import COMMITTED_DRAFTER
@@ -137,8 +137,8 @@ def test_config_states_every_default_that_servers_disagree_on(toy, saved):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_the_format(name):
-    native = json.loads(json.dumps(checkpoint.to_native(PRESETS[name])))
-    assert checkpoint.from_native(native) == PRESETS[name]
+    for write in (formats.to_native, formats.to_speculators):
+        assert formats.read_config(json.loads(json.dumps(write(PRESETS[name])))) == (PRESETS[name], [])
 
 
 # ---- a file's own embedding and LM head (pitfalls 17, 42)
@@ -174,7 +174,7 @@ BAD_TENSORS = {
     "transposed": ({"markov_head__markov_w1__weight": torch.zeros(8, VOCAB)}, r"markov_w1.weight is \(8, 40\)"),
     "NaN": ({"norm__weight": torch.full((32,), torch.nan)}, "norm.weight holds NaN or Inf"),
     "Inf": ({"norm__weight": torch.full((32,), torch.inf)}, "norm.weight holds NaN or Inf"),
-    "integer weights": ({"norm__weight": torch.ones(32, dtype=torch.int8)}, "norm.weight has dtype torch.int8"),
+    "integer weights": ({"norm__weight": torch.ones(32, dtype=torch.int8)}, "norm.weight has dtype I8"),
     "absolute ids": ({"d2t": KEPT.clone()}, "d2t does not hold the offsets.*absolute ids"),
     "another vocabulary": ({"t2d": torch.arange(VOCAB) % 3 == 1}, "d2t does not hold the offsets"),
     "too small a vocabulary": ({"t2d": torch.arange(VOCAB) == 0}, "d2t does not hold the offsets"),
@@ -210,27 +210,32 @@ def test_missing_and_broken_files_are_named(toy, saved):
 # ---- refusals: config
 
 
-def test_every_missing_key_is_named_or_has_the_formats_default(saved):
+def test_every_missing_key_is_named_or_decided_as_vllm_does(saved):
     native = json.loads((saved / "config.json").read_text())
-    wanted = checkpoint.from_native(native)
-    described = {"architectures", "model_type", "use_sliding_window", "hidden_act", "attention_bias", "dtype",
-                 "tie_word_embeddings"}  # fmt: skip
+    wanted, none = formats.read_config(native)
+    assert not none
+    described = {"model_type", "use_sliding_window", "hidden_act", "attention_bias", "dtype", "tie_word_embeddings"}
+    decided = {"enable_confidence_head": False, "confidence_head_with_markov": False, "num_target_layers": 3,
+               "sample_from_anchor": True, "target_model": "an unnamed target"}  # fmt: skip
+    silent = described | {"rope_theta", "rope_parameters", "sliding_window", "layer_types", "is_causal",
+                          "markov_head_type", "draft_vocab_size"}  # fmt: skip
     refused = set()
     for key in native:
-        rest = {k: v for k, v in native.items() if k != key}
         try:
-            config = checkpoint.from_native(rest)
+            config, notes = formats.read_config({k: v for k, v in native.items() if k != key})
         except ValueError as error:
             assert key in str(error)
             refused.add(key)
             continue
-        if key not in described | {"draft_vocab_size", "enable_confidence_head"}:
-            assert config == wanted, key
-    assert {"hidden_size", "mask_token_id", "block_size", "markov_rank", "rms_norm_eps", "target_layer_ids"} <= refused
-    assert not refused & described
+        if key in decided:
+            name = {v: k for k, v in formats._RENAMED.items()}.get(key, key)
+            assert getattr(config, name) == decided[key] and len(notes) == 1
+        else:
+            assert key in silent and not notes and (config == wanted) == (key != "draft_vocab_size")
+    assert refused == set(native) - set(decided) - silent
     no_rope = {k: v for k, v in native.items() if not k.startswith("rope")}
     with pytest.raises(ValueError, match="lacks rope_theta"):
-        checkpoint.from_native(no_rope)
+        formats.read_config(no_rope)
 
 
 BAD_FIELDS = {
@@ -243,7 +248,7 @@ BAD_FIELDS = {
     "no mask": ({"mask_token_id": None}, "lacks mask_token_id"),
     "rank of other weights": ({"markov_rank": 16}, "is .* config.json says"),
     "another head": ({"markov_head_type": "rnn"}, "missing tensors.*markov_head.joint_proj"),
-    "whole vocabulary": ({"draft_vocab_size": None}, "unexpected.*d2t"),
+    "whole vocabulary": ({"draft_vocab_size": None}, r"lm_head.weight is \(14, 32\), config.json says \(40, 32\)"),
 }
 
 
@@ -282,7 +287,7 @@ def test_a_leftover_of_a_killed_save_does_not_block(toy, saved):
     (saved / "recipe.json").write_text("{}")
     checkpoint.save(other, saved, torch.float32)
     same_draft(draft(checkpoint.load(saved, toy)), draft(other))
-    assert sorted(p.name for p in saved.iterdir()) == ["config.json", "model.safetensors", "recipe.json"]
+    assert sorted(p.name for p in saved.iterdir()) == ["README.md", "config.json", "model.safetensors", "recipe.json"]
     assert not (saved.parent / ".drafter.saving").exists()
 
 

@@ -151,8 +151,8 @@ COUNTS = {
     "markov only": ({"confidence_head": False}, 2 * VOCAB * RANK),
     "both": ({}, 2 * VOCAB * RANK + HIDDEN + RANK + 1),
     "both, apart": ({"confidence_head_with_markov": False}, 2 * VOCAB * RANK + HIDDEN + 1),
-    "gated": ({"markov_head_type": "gated"}, 2 * VOCAB * RANK + (HIDDEN + RANK) * RANK + HIDDEN + RANK + 1),
-    "rnn": ({"markov_head_type": "rnn"}, 2 * VOCAB * RANK + (HIDDEN + 2 * RANK) * 3 * RANK + HIDDEN + RANK + 1),
+    "gated": ({"markov_head_type": "gated"}, 2 * VOCAB * RANK + (HIDDEN + RANK + 1) * RANK + HIDDEN + RANK + 1),
+    "rnn": ({"markov_head_type": "rnn"}, 2 * VOCAB * RANK + (HIDDEN + 2 * RANK + 1) * 3 * RANK + HIDDEN + RANK + 1),
     "pruned": ({"draft_vocab_size": 10}, (VOCAB + 10) * RANK + HIDDEN + RANK + 1),
 }
 
