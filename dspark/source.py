@@ -1,4 +1,7 @@
-"""Where training reads the target's hidden states: the local source computes them once and keeps them on disk."""
+"""Where training reads the target's hidden states: the local source computes them once and keeps them on disk.
+
+dspark/stream.py has the other source of the same interface, fed by a live verifier.
+"""
 
 import hashlib
 import json
@@ -32,13 +35,12 @@ class LocalSource:
     the same data finds it, and a run over other data cannot. `row(ids)` packs the samples `ids` into a PackedRow.
     """
 
+    lookahead = 0  # rows that want to be expected before they are asked for
+
     def __init__(self, target: Target, samples: list[Sample], folder: Path):
         self.target, self.samples = target, samples
-        digest = hashlib.sha256(json.dumps([target.name, target.layer_ids, str(target.dtype)]).encode())
-        for sample in samples:
-            digest.update(sample.token_ids.numpy().tobytes())
         folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"hidden-{digest.hexdigest()[:16]}"
+        stem = folder / f"hidden-{data_digest(target, samples)}"
         lengths = [len(sample) for sample in samples]
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         self.width = (len(target.layer_ids) + 1) * target.hidden_size
@@ -66,25 +68,42 @@ class LocalSource:
             self._states[self.offsets[i] : self.offsets[i + 1]] = states[row, : len(self.samples[i])]
             self._filled[i] = 1  # after the states: a kill in between leaves the sample to be computed again
 
+    def expect(self, ids: list[int]) -> None:
+        """Nothing to prepare: row() computes at once."""
+
     def row(self, ids: list[int]) -> PackedRow:
         missing = [i for i in ids if not self._filled[i]]
         if missing:
             self._fill(missing)
-        samples = [self.samples[i] for i in ids]
-        lengths = torch.tensor([len(sample) for sample in samples])
-        ends = lengths.cumsum(0)
-        starts = (ends - lengths).repeat_interleave(lengths)
-        states = torch.cat([self._states[self.offsets[i] : self.offsets[i + 1]] for i in ids])
-        packed = PackedRow(
-            tokens=torch.cat([sample.token_ids for sample in samples]),
-            loss_mask=torch.cat([sample.loss_mask for sample in samples]),
-            positions=torch.arange(int(ends[-1])) - starts,
-            starts=starts,
-            ends=ends.repeat_interleave(lengths),
-            features=states[:, : -self.target.hidden_size],
-            hidden=states[:, -self.target.hidden_size :],
-        )
-        return PackedRow(*(tensor.to(self.target.device) for tensor in packed))
+        states = [self._states[self.offsets[i] : self.offsets[i + 1]] for i in ids]
+        return pack_row([self.samples[i] for i in ids], states, self.target)
+
+
+def data_digest(target: Target, samples: list[Sample]) -> str:
+    """Names the states of these samples: another target, taps, dtype or data give another name."""
+    digest = hashlib.sha256(json.dumps([target.name, target.layer_ids, str(target.dtype)]).encode())
+    for sample in samples:
+        digest.update(sample.token_ids.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def pack_row(samples: list[Sample], states: list[Tensor], target: Target) -> PackedRow:
+    """Samples and their states [T, (m+1)*H], the last H of them after the final norm, as one row on the target's
+    device."""
+    lengths = torch.tensor([len(sample) for sample in samples])
+    ends = lengths.cumsum(0)
+    starts = (ends - lengths).repeat_interleave(lengths)
+    columns = torch.cat(states)
+    row = PackedRow(
+        tokens=torch.cat([sample.token_ids for sample in samples]),
+        loss_mask=torch.cat([sample.loss_mask for sample in samples]),
+        positions=torch.arange(int(ends[-1])) - starts,
+        starts=starts,
+        ends=ends.repeat_interleave(lengths),
+        features=columns[:, : -target.hidden_size],
+        hidden=columns[:, -target.hidden_size :],
+    )
+    return PackedRow(*(tensor.to(target.device) for tensor in row))
 
 
 def pack(lengths: list[int], row_tokens: int, order: list[int]) -> list[list[int]]:

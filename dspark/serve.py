@@ -1,0 +1,284 @@
+"""Live verifier and trainers from one profile: their command lines, and processes that start and stop together.
+
+`python3 -m dspark serve --profile P` starts vLLM with the hidden-state connector, waits until it is healthy, trains
+under torchrun, and stops everything at the end, on Ctrl-C and on a crash. `--only verifier` and `--only trainer` start
+one half, for two machines; `--dry-run` prints the commands.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from dspark.config import PRESETS
+from dspark.paths import ROOT
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Who runs where. GPUs are numbered from 0: the verifier takes the first `tensor_parallel`, trainers the rest;
+    with `colocated` every GPU of the verifier has a trainer too. No GPUs: all on the CPU."""
+
+    preset: str  # drafter and target, a name of dspark.config.PRESETS
+    trainers: int = 1  # ranks
+    gpus: int = 0  # of one machine
+    tensor_parallel: int = 1
+    colocated: bool = False
+    gpu_memory: float = 0.9  # share of each of its GPUs that vLLM may take
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    dtype: str = "bfloat16"
+    budget: int = 4 << 30  # bytes that the verifier may hold for slow trainers
+    row_tokens: int = 4096  # a packed row
+    anchors: int = 512  # blocks a row
+    micro_batches: int = 8  # rows a step, over all ranks
+    weights_gb: float | None = None  # of the target as released, where its parameters are quantised
+
+
+KIMI = Profile(
+    "kimi-k2.6", trainers=8, gpus=8, tensor_parallel=8, colocated=True, gpu_memory=0.75, max_model_len=20000,
+    max_num_seqs=16, row_tokens=20000, weights_gb=595,
+)  # fmt: skip
+PROFILES = {
+    "cpu": Profile("smollm2-135m", trainers=2, row_tokens=1024, anchors=96, micro_batches=4, budget=256 << 20),
+    "h200x8": Profile("qwen3-8b", trainers=6, gpus=8, tensor_parallel=2, max_model_len=4096, micro_batches=48),
+    "kimi-k2.6": KIMI,
+    "kimi-k2.7-code": replace(KIMI, preset="kimi-k2.7-code"),
+}
+ON_CPU = {  # what vLLM needs without a GPU; it also wants --enforce-eager and a small --gpu-memory-utilization
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+}
+
+
+class Command(NamedTuple):
+    argv: list[str]
+    environment: dict[str, str]  # beside the caller's own
+
+    def __str__(self) -> str:
+        return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.argv])
+
+
+def speculative_config(layer_ids: tuple[int, ...]) -> dict:
+    """vLLM's extraction of these layers (`aux_hidden_state_layer_ids`), which drafts nothing."""
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
+    return {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft}
+
+
+def transfer_config(endpoints: list[str], budget: int) -> dict:
+    return {
+        "kv_connector": "HiddenStateConnector",
+        "kv_connector_module_path": "dspark.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"endpoints": endpoints, "budget": budget},
+    }
+
+
+def verifier_command(
+    profile: Profile, endpoints: list[str], host: str = "127.0.0.1", port: int = 8000, model: str | None = None,
+    trust_remote_code: bool = False, extra: tuple[str, ...] = (),
+) -> Command:  # fmt: skip
+    """vLLM's OpenAI-compatible server for the profile's target; `model` is a folder in place of its hub name."""
+    shape = PRESETS[profile.preset]
+    layer_ids = (*shape.aux_hidden_state_layer_ids, shape.target_num_hidden_layers)
+    argv = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", model or shape.target,
+        "--served-model-name", shape.target,
+        "--host", host, "--port", str(port),
+        "--dtype", profile.dtype,
+        "--tensor-parallel-size", str(profile.tensor_parallel),
+        "--max-model-len", str(profile.max_model_len),
+        "--max-num-seqs", str(profile.max_num_seqs),
+        "--speculative-config", json.dumps(speculative_config(layer_ids)),
+        "--kv-transfer-config", json.dumps(transfer_config(endpoints, profile.budget)),
+    ]  # fmt: skip
+    if trust_remote_code:
+        argv.append("--trust-remote-code")
+    environment = {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"}
+    if profile.gpus:
+        passes = {"pass_config": {"fuse_allreduce_rms": False}}
+        argv += ["--gpu-memory-utilization", str(profile.gpu_memory), "--compilation-config", json.dumps(passes)]
+        environment["CUDA_VISIBLE_DEVICES"] = _gpu_list(range(profile.tensor_parallel))
+    else:
+        argv += ["--gpu-memory-utilization", "0.3", "--enforce-eager"]
+        environment |= ON_CPU
+    return Command([*argv, *extra], environment)
+
+
+def trainer_command(profile: Profile, verifier: str, listen: str, port: int, train_args: list[str]) -> Command:
+    """torchrun with the profile's ranks; rank r listens on port + r of `listen`."""
+    argv = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(profile.trainers),
+        "-m", "dspark", "train", "--preset", profile.preset, "--target", PRESETS[profile.preset].target,
+        "--verifier", verifier, "--listen", f"tcp://{listen}:{port}",
+        "--dtype", profile.dtype, "--row-tokens", str(profile.row_tokens), "--anchors", str(profile.anchors),
+        "--micro-batches", str(profile.micro_batches), *train_args,
+    ]  # fmt: skip
+    environment = {"PYTHONPATH": str(ROOT)}
+    if profile.gpus:
+        first = 0 if profile.colocated else profile.tensor_parallel
+        environment["CUDA_VISIBLE_DEVICES"] = _gpu_list(range(first, first + profile.trainers))
+    else:
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return Command(argv, environment)
+
+
+def _gpu_list(numbers) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGTERM when the parent dies, however it dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+class Fleet:
+    """Processes that are stopped together when the `with` block is left, with all that they started."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder  # for their logs
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.last_lines: dict[str, deque] = {}
+
+    def __enter__(self) -> "Fleet":
+        self._terminated = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that __exit__ runs
+        return self
+
+    def __exit__(self, *_) -> None:
+        for name in list(self.processes):
+            self.stop(name)
+        signal.signal(signal.SIGTERM, self._terminated)
+
+    def start(self, name: str, command: Command) -> subprocess.Popen:
+        """Start a process in a session of its own; its output goes to <folder>/<name>.log and the terminal."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen(
+            command.argv, env=os.environ | command.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, text=True, errors="replace", start_new_session=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        self.processes[name], self.last_lines[name] = process, deque(maxlen=20)
+        threading.Thread(target=self._copy_log, args=(name, process), daemon=True).start()
+        return process
+
+    def _copy_log(self, name: str, process: subprocess.Popen) -> None:
+        with (self.folder / f"{name}.log").open("a") as log:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                self.last_lines[name].append(line)
+                print(f"[{name}] {line}", end="", flush=True)
+
+    def wait_healthy(self, name: str, url: str, seconds: float = 3600) -> None:
+        """Until GET url/health answers; RuntimeError if the process ends before or takes longer."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.processes[name].poll() is not None:
+                break
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=2).close()
+                return
+            except OSError:
+                time.sleep(0.3)
+        last = "".join(self.last_lines[name])
+        raise RuntimeError(f"{name} did not become healthy; its log is {name}.log, its last words:\n{last}")
+
+    def stop(self, name: str, grace: float = 10.0) -> None:
+        """SIGTERM to the process and all that it started, SIGKILL to what is left after `grace` seconds."""
+        process = self.processes.pop(name)
+        signal_group(process, signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while signal_group(process, 0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        signal_group(process, signal.SIGKILL)
+        process.wait()
+
+    def wait(self, name: str, keep: str | None, command: Command | None, url: str, restarts: int = 3) -> int:
+        """Exit code of `name`; meanwhile start `keep` (the verifier) again whenever it dies, `restarts` times."""
+        while (code := self.processes[name].poll()) is None:
+            if keep and self.processes[keep].poll() is not None:
+                if restarts == 0:
+                    raise RuntimeError(f"{keep} died again and again; its log is {keep}.log")
+                restarts -= 1
+                print(f"dspark: {keep} died and is started again; training waits for it", flush=True)
+                self.stop(keep)
+                self.start(keep, command)
+                self.wait_healthy(keep, url)
+            time.sleep(0.3)
+        return code
+
+
+def signal_group(process: subprocess.Popen, number: int) -> bool:
+    """Send a signal to a process and all that it started; whether any of them is left."""
+    process.poll()  # a dead leader must not pass for a living one
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="dspark serve", description=__doc__.splitlines()[0])
+    parser.add_argument("--profile", default="cpu", choices=PROFILES)
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON of Profile fields to change")
+    parser.add_argument("--only", choices=("verifier", "trainer"), help="start one half, for two machines")
+    parser.add_argument("--verifier-host", default="127.0.0.1", help="where the verifier's API listens")
+    parser.add_argument("--http-port", type=int, default=8000, help="of the verifier's API")
+    parser.add_argument("--trainer-host", default="127.0.0.1", help="where trainers listen for hidden states")
+    parser.add_argument("--port", type=int, default=29600, help="rank r listens on this + r")
+    parser.add_argument("--model", help="folder of the target's weights (default: the profile's hub name)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let vLLM run the target's own code")
+    parser.add_argument("--vllm-args", default="", help="further arguments for vLLM, as one text")
+    parser.add_argument("--out", type=Path, default=Path("runs/stream"), help="run folder: drafter and logs")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
+    parser.add_argument("train_args", nargs="*", help="after --: arguments for `dspark train`")
+    args = parser.parse_args(argv)
+    profile = replace(PROFILES[args.profile], **args.config)
+    url = f"http://{args.verifier_host}:{args.http_port}"
+    endpoints = [f"tcp://{args.trainer_host}:{args.port + rank}" for rank in range(profile.trainers)]
+    model = args.model
+    if model is None and PRESETS[profile.preset].target == "smollm2-135m":
+        from dspark.target import embedded_target
+
+        model = str(embedded_target())
+    verifier = verifier_command(
+        profile, endpoints, args.verifier_host, args.http_port, model, args.trust_remote_code,
+        tuple(shlex.split(args.vllm_args)),
+    )  # fmt: skip
+    trainer = trainer_command(profile, url, args.trainer_host, args.port, ["--out", str(args.out), *args.train_args])
+    commands = {"verifier": verifier, "trainer": trainer}
+    if args.only:
+        commands = {args.only: commands[args.only]}
+    if args.dry_run:
+        print(*commands.values(), sep="\n")
+        return 0
+    return run(commands, url, args.out / "logs")
+
+
+def run(commands: dict[str, Command], url: str, logs: Path) -> int:
+    """Start what `commands` name, the verifier first, and return the exit code of the last."""
+    with Fleet(logs) as fleet:
+        if "verifier" in commands:
+            fleet.start("verifier", commands["verifier"])
+            fleet.wait_healthy("verifier", url)
+        if "trainer" not in commands:
+            return fleet.wait("verifier", None, None, url)
+        fleet.start("trainer", commands["trainer"])
+        code = fleet.wait("trainer", "verifier" if "verifier" in commands else None, commands.get("verifier"), url)
+    if code:
+        print("dspark: a trainer rank failed, all were stopped; the same command resumes from the last checkpoint")
+    return code
