@@ -137,24 +137,27 @@ def _measure(target, drafters, prompts, i: int, cells, config: SweepConfig):
     for drafter, n in cells:
         got = answer(target, drafters[drafter], chat, n, config.max_new_tokens, **options)
         differs = config.temperature == 0 and got.tokens != plain.tokens
+        gap = tie_gap(target, chat, plain.tokens, got.tokens) if differs else 0.0
         yield {
             **config.cell(drafter, prompts.benchmark, n), "prompt": i, "prompt_set": prompts.hash,
             "max_new_tokens": config.max_new_tokens, "output_tokens": len(got.tokens), "seconds": got.seconds,
             "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs,
-            "near_tie": differs and is_near_tie(target, chat, plain.tokens, got.tokens, NEAR_TIE[config.dtype]),
+            "tie_gap": gap,
             "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
         }  # fmt: skip
 
 
-def is_near_tie(target: Target, prompt: list[int], plain: list[int], got: list[int], tolerance: float) -> bool:
-    """Do the outputs part where the target itself can hardly choose? Compares its logits of the two tokens there."""
+def tie_gap(target: Target, prompt: list[int], plain: list[int], got: list[int]) -> float:
+    """How clearly the target chose where two outputs part: the gap of its logits of the two tokens there, as a share of
+    its largest logit's size. A near-tie if at most NEAR_TIE. Infinite if one output is a prefix of the other, which no
+    rounding explains."""
     at = next((k for k, (a, b) in enumerate(zip(plain, got, strict=False)) if a != b), None)
     if at is None:
-        return False  # one is a prefix of the other: no rounding explains that
+        return math.inf
     prefix = prompt + plain[:at]
     hidden = target.forward(torch.tensor([prefix], device=target.device), target.new_cache(1, len(prefix)), 0).hidden
     logits = target.logits(hidden[0, -1]).float()
-    return bool((logits[plain[at]] - logits[got[at]]).abs() <= tolerance * logits.abs().max())
+    return float((logits[plain[at]] - logits[got[at]]).abs() / logits.abs().max())
 
 
 def _read_records(path: Path, config: SweepConfig, hashes: dict[str, str]) -> list[dict]:
@@ -204,6 +207,7 @@ def _baseline_row(records: list[dict], key: dict) -> dict:
         "tau": 1.0, **{f"accept_pos_{k}": math.nan for k in range(1, MAX_POSITIONS + 1)}, "seconds": round(seconds, 3),
         "tokens_per_s": round(speed, 3), "baseline_tokens_per_s": round(speed, 3), "speedup": 1.0, "speedup_low": 1.0,
         "speedup_high": 1.0, "mismatches": 0, "near_ties": 0,
+        "widest_tie": 0.0,
     }  # fmt: skip
 
 
@@ -226,7 +230,8 @@ def _row(records: list[dict], key: dict) -> dict:
         "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 3),
         "baseline_tokens_per_s": round(baseline, 3), "speedup": tokens / seconds / baseline, "speedup_low": low,
         "speedup_high": high, "mismatches": sum(r["mismatch"] for r in records),
-        "near_ties": sum(r["near_tie"] for r in records),
+        "near_ties": sum(r["mismatch"] and r["tie_gap"] <= NEAR_TIE[key["dtype"]] for r in records),
+        "widest_tie": max(r["tie_gap"] for r in records),
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 
 from dspark import UserError, checkpoint
 from dspark.decode import Answer, Step, answer, decode
-from dspark.evaluate import COMMITTED_DRAFTER, NEAR_TIE, is_near_tie
+from dspark.evaluate import COMMITTED_DRAFTER, NEAR_TIE, tie_gap
 from dspark.target import EMBEDDED, Target, resolve_dtype
 
 DEFAULT_N = 3  # drafts a step: the best mean speedup of the committed drafter (data/results/cpu)
@@ -137,7 +137,8 @@ def report(target, prompt: list[int], n: int, got: Answer, plain: Answer, temper
         print("The outputs are identical.")
     else:
         at = next((i for i, (a, b) in enumerate(zip(got.tokens, plain.tokens, strict=False)) if a != b), None)
-        near = is_near_tie(target, prompt, plain.tokens, got.tokens, NEAR_TIE[str(target.dtype).split(".")[1]])
+        limit = NEAR_TIE[str(target.dtype).split(".")[1]]
+        near = tie_gap(target, prompt, plain.tokens, got.tokens) <= limit
         why = "a near-tie of the target's own logits, decided by rounding" if near else "NOT a near-tie: a fault"
         print(f"The outputs differ from token {at} on: {why}.")
 
