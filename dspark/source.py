@@ -35,7 +35,7 @@ class LocalSource:
     the same data finds it, and a run over other data cannot. `row(ids)` packs the samples `ids` into a PackedRow.
     """
 
-    lookahead = 0  # rows that want to be expected before they are asked for
+    lookahead = 0  # steps whose rows want to be expected before they are asked for
 
     def __init__(self, target: Target, samples: list[Sample], folder: Path):
         self.target, self.samples = target, samples
@@ -70,6 +70,9 @@ class LocalSource:
 
     def expect(self, ids: list[int]) -> None:
         """Nothing to prepare: row() computes at once."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
 
     def row(self, ids: list[int]) -> PackedRow:
         missing = [i for i in ids if not self._filled[i]]

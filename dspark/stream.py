@@ -26,7 +26,8 @@ import zmq
 from torch import Tensor
 
 from dspark.data import Sample
-from dspark.source import PackedRow, pack_row
+from dspark.paths import cache_dir
+from dspark.source import PackedRow, data_digest, pack_row
 from dspark.wire import WireError, WireSample, decode
 
 CHAT_PROBE = [{"role": "user", "content": "How do you do?"}]
@@ -61,12 +62,13 @@ class Verifier:
 
 
 class SampleCache:
-    """Samples kept on disk as they came over the wire, one file each, within `budget` bytes in all."""
+    """Samples kept on disk as they came over the wire, one file each, within `budget` bytes; `ranks` share the folder
+    and, evenly, its budget."""
 
-    def __init__(self, folder: Path, budget: int):
-        self.folder, self.budget = folder, budget
+    def __init__(self, folder: Path, budget: float, ranks: int = 1):
+        self.folder, self.budget = folder, budget / ranks
         folder.mkdir(parents=True, exist_ok=True)
-        self.used = sum(path.stat().st_size for path in folder.glob("*.sample"))
+        self.used = sum(path.stat().st_size for path in folder.glob("*.sample")) / ranks
         self.full = False
 
     def _path(self, index: int) -> Path:
@@ -119,13 +121,13 @@ class StreamSource:
     """Hidden states of `samples`, streamed by a live verifier; `row(ids)` packs them as LocalSource does.
 
     endpoint: tcp://host:port that this rank listens on, and which the verifier was started with as number `rank`.
-    `expect(ids)` asks ahead (the trainer calls it for `lookahead` rows to come), so memory holds no more than those.
+    `expect(ids)` asks ahead (the trainer calls it for `lookahead` steps to come), so memory holds no more than those.
     response_tokens: on-policy; the verifier answers each sample's prompt itself with so many tokens at most.
     cache: states are kept there, and samples that are there already are not asked for.
     """
 
     def __init__(
-        self, target, samples: list[Sample], verifier: Verifier, endpoint: str, rank: int = 0, lookahead: int = 4,
+        self, target, samples: list[Sample], verifier: Verifier, endpoint: str, rank: int = 0, lookahead: int = 1,
         in_flight: int = 8, patience: float = 600.0, response_tokens: int = 0, temperature: float = 0.0,
         cache: SampleCache | None = None,
     ):  # fmt: skip
@@ -299,8 +301,11 @@ class StreamSource:
         return F.pad(states.flatten(1), (0, 0, 0, tokens - len(states)))
 
     def _final(self, last: Tensor) -> Tensor:
-        norm = self.target.final_norm.to(last.device)
-        return F.rms_norm(last, norm.shape, norm, self.target.eps)
+        """[T, H] before the final norm -> after it, on the CPU."""
+        last = last.to(self.target.device)
+        if hasattr(self.target, "model"):  # a TransformersTarget: the norm is a module of its own kind
+            return self.target.model.norm(last).cpu()
+        return F.rms_norm(last, last.shape[-1:], self.target.final_norm, self.target.eps).cpu()
 
     def _trust(self, instance: str) -> None:
         """Before anything of a new instance of the verifier is used: compare it with its own logprobs and template."""
@@ -339,6 +344,33 @@ class StreamSource:
             normed = difference(last) <= limit
             cause = "it sends the last state after the final norm" if normed else "other weights, or another last layer"
             raise ValueError(f"the verifier's states do not give its own logprobs (mean {off:.2g} nats off): {cause}")
+
+
+def add_arguments(parser) -> None:
+    """The options of a streamed training."""
+    group = parser.add_argument_group("streaming", "read the hidden states from a live verifier (dspark serve)")
+    group.add_argument("--verifier", metavar="URL", help="its API, as http://127.0.0.1:8000")
+    group.add_argument("--listen", default="tcp://127.0.0.1:29600", help="rank r listens on this port + r: %(default)s")
+    group.add_argument(
+        "--cache", type=float, metavar="GB", default=0.0, help="keep streamed states on disk, for later epochs"
+    )
+    group.add_argument(
+        "--on-policy", type=int, metavar="TOKENS", default=0, help="let the verifier write the responses"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, help="of those responses: %(default)s")
+
+
+def open_source(options: dict, target, samples: list[Sample], rank: int = 0, ranks: int = 1) -> StreamSource:
+    """The source that the options of `add_arguments` describe, for one rank."""
+    address, _, port = options["listen"].rpartition(":")
+    cache = None
+    if options["cache"]:
+        folder = cache_dir() / "stream" / f"{data_digest(target, samples)}-{options['on_policy']}"
+        cache = SampleCache(folder, options["cache"] * 1e9, ranks)
+    return StreamSource(
+        target, samples, Verifier(options["verifier"], target.name), f"{address}:{int(port) + rank}", rank,
+        response_tokens=options["on_policy"], temperature=options["temperature"], cache=cache,
+    )  # fmt: skip
 
 
 def prompt_ids(sample: Sample) -> list[int]:

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dspark import checkpoint
+from dspark import checkpoint, ranks, stream
 from dspark.config import PRESETS, DSparkConfig
 from dspark.data import Sample, frequent_ids, heldout_prompts, load_samples
 from dspark.decode import heldout_tau
@@ -102,8 +103,10 @@ class MicroBatch:
     weights: Tensor  # [A, n], 0 where unsupervised
 
 
-def micro_batches(source, config: TrainConfig, start_step: int) -> Iterator[tuple[int, list[MicroBatch]]]:
-    """(epoch, the micro-batches of one step), from start_step on."""
+def micro_batches(
+    source, config: TrainConfig, start_step: int, rank: int = 0, ranks: int = 1
+) -> Iterator[tuple[int, list[MicroBatch]]]:
+    """(epoch, this rank's micro-batches of one step), from start_step on; the source is told what it will be asked."""
     lengths = [len(sample) for sample in source.samples]
 
     def rows():
@@ -117,18 +120,22 @@ def micro_batches(source, config: TrainConfig, start_step: int) -> Iterator[tupl
     stream = rows()
     for _ in range(start_step * config.micro_batches):
         next(stream)
+    planned = deque()  # steps, as rows of ids
     for step in range(start_step, config.steps):
-        batch = []
-        for micro in range(config.micro_batches):
-            epoch, ids = next(stream)
+        while len(planned) < min(1 + source.lookahead, config.steps - step):
+            planned.append([next(stream) for _ in range(config.micro_batches)])
+            for _, ids in planned[-1][rank::ranks]:
+                source.expect(ids)
+        rows_of_step, batch = planned.popleft(), []
+        for micro in range(rank, config.micro_batches, ranks):
             generator = _generator(config.seed, step * config.micro_batches + micro, 2)
             size = int(torch.randint(len(config.block_sizes), (1,), generator=generator))
-            row, n = source.row(ids), config.block_sizes[size]
+            row, n = source.row(rows_of_step[micro][1]), config.block_sizes[size]
             anchors = sample_anchors(row, config.anchors, generator)
             labels, supervised = supervision(row, anchors, n)
             weights = supervised * position_weights(n, config.gamma_decay).to(anchors.device)
             batch.append(MicroBatch(row, anchors, labels, supervised, weights))
-        yield epoch, batch
+        yield rows_of_step[-1][0], batch
 
 
 def _generator(seed: int, number: int, kind: int) -> torch.Generator:
@@ -187,7 +194,8 @@ def optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[torch.optim.
 
 
 class Trainer:
-    """One process. Resumes from the newest complete checkpoint in `folder`; a killed save leaves none half-written."""
+    """One process, or each of torchrun's (dspark/ranks.py), of which rank 0 writes. Resumes from the newest complete
+    checkpoint in `folder`; a killed save leaves none half-written."""
 
     def __init__(self, drafter: DSparkDrafter, target: Target, source, heldout: list[str], config: TrainConfig, folder):
         drafter.config.check_taps(target)
@@ -198,17 +206,21 @@ class Trainer:
         self.optimizers = optimizers(drafter, config)
         ids = None if drafter.t2d is None else drafter.t2d.nonzero().squeeze(1)
         self.target_head = target.lm_head if ids is None else target.lm_head[ids]
-        self.step, self.draft_tokens, self.seconds = 0, 0, 0.0
+        self.step, self.draft_tokens, self.seconds, self.waited = 0, 0, 0.0, 0.0
+        self.rank = ranks.rank()
         self._resume()
 
     def run(self) -> None:
         config, device = self.config, self.target.device.type
         autocast = torch.autocast(device, torch.bfloat16, enabled=config.dtype == "bfloat16")
-        stream = micro_batches(self.source, config, self.step)
-        bar = tqdm(stream, initial=self.step, total=config.steps, desc="training", unit="step")
-        begun = time.perf_counter() - self.seconds
+        batches = micro_batches(self.source, config, self.step, self.rank, ranks.count())
+        bar = tqdm(batches, initial=self.step, total=config.steps, desc="training", unit="step", disable=self.rank > 0)
+        asked = time.perf_counter()
+        begun = asked - self.seconds
         for epoch, batch in bar:
-            normaliser = float(sum(micro.weights.sum() for micro in batch)) or 1.0
+            self.waited += time.perf_counter() - asked
+            weight = float(sum(micro.weights.sum() for micro in batch))
+            normaliser = ranks.total([weight], self.target.device)[0] or 1.0
             logs = []
             for micro in (m for m in batch if len(m.anchors)):
                 with autocast:
@@ -220,12 +232,14 @@ class Trainer:
             self.step += 1
             self.seconds = time.perf_counter() - begun
             self._log(epoch, logs, scale, norm, bar)
-            if self.step % config.heldout_every == 0 or self.step == config.steps:
+            if self.rank == 0 and self.heldout and (self.step % config.heldout_every == 0 or self.step == config.steps):
                 self._measure_heldout()
-            if self.step % config.save_every == 0 or self.step == config.steps:
+            if self.rank == 0 and (self.step % config.save_every == 0 or self.step == config.steps):
                 self._save()
+            asked = time.perf_counter()
 
     def _update(self, scale: float) -> float:
+        ranks.sum_gradients(self.parameters)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"gradient norm {float(norm)} at step {self.step}: lower lr or muon_lr")
@@ -237,20 +251,25 @@ class Trainer:
         return float(norm)
 
     def _log(self, epoch: int, logs: list[dict], scale: float, norm: float, bar) -> None:
-        tokens = sum(log["draft_tokens"] for log in logs)
-        self.draft_tokens += tokens
-        blocks = sum(log["whole_blocks"] for log in logs)
-        tau = sum(log["tau_teacher"] * log["whole_blocks"] for log in logs if log["whole_blocks"]) / max(1, blocks)
+        names = ("loss", "ce", "l1", "bce", "draft_tokens", "greedy_hits", "whole_blocks")
+        sums = [sum(log[name] for log in logs) for name in names]
+        taus = sum(log["tau_teacher"] * log["whole_blocks"] for log in logs if log["whole_blocks"])
+        *sums, taus = ranks.total([*sums, taus], self.target.device)
+        pooled = dict(zip(names, sums, strict=True))
+        self.draft_tokens += int(pooled["draft_tokens"])
+        if self.rank:
+            return
         row = {
             "step": self.step,
             "epoch": epoch,
-            **{name: round(sum(log[name] for log in logs), 5) for name in ("loss", "ce", "l1", "bce")},
-            "greedy_acceptance": round(sum(log["greedy_hits"] for log in logs) / max(1, tokens), 4),
-            "tau_teacher": round(tau, 4) if blocks else "",
+            **{name: round(pooled[name], 5) for name in ("loss", "ce", "l1", "bce")},
+            "greedy_acceptance": round(pooled["greedy_hits"] / max(1, pooled["draft_tokens"]), 4),
+            "tau_teacher": round(taus / pooled["whole_blocks"], 4) if pooled["whole_blocks"] else "",
             "lr_scale": round(scale, 5),
             "grad_norm": round(norm, 4),
             "draft_tokens": self.draft_tokens,
             "seconds": round(self.seconds, 1),
+            "waited": round(self.waited, 1),  # of them, for hidden states
         }
         _append(self.folder / "log.csv", row)
         bar.set_postfix(loss=row["loss"], acc=row["greedy_acceptance"], tau=row["tau_teacher"])
@@ -322,7 +341,7 @@ class Trainer:
         for optimizer, optimizer_state in zip(self.optimizers, saved, strict=True):
             optimizer.load_state_dict(optimizer_state)
         self.step, self.draft_tokens, self.seconds = state["step"], state["draft_tokens"], state["seconds"]
-        for name in ("log.csv", "heldout.csv"):
+        for name in ("log.csv", "heldout.csv") if self.rank == 0 else ():
             _keep_until(self.folder / name, self.step)
 
 
@@ -360,6 +379,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--data", type=Path, nargs="+", help="JSONL of conversations (default: what `data` wrote)")
     parser.add_argument("--out", type=Path, required=True, help="run folder: checkpoints, logs, and the drafter")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of DSparkConfig fields to change")
+    stream.add_arguments(parser)
     for field in dataclasses.fields(TrainConfig):
         kind = {"bool": lambda text: text.lower() in ("1", "true"), "int": int, "float": float, "str": str}
         name = "--" + field.name.replace("_", "-")
@@ -372,31 +392,50 @@ def main(argv: list[str]) -> None:
     config = TrainConfig(
         **{f.name: args[f.name] for f in dataclasses.fields(TrainConfig)} | {"block_sizes": tuple(args["block_sizes"])}
     )
-    train(args["target"], shape, config, args["data"] or written_files(args["target"], data_folder()), args["out"])
+    data = args["data"] or written_files(args["target"], data_folder())
+    train(args["target"], shape, config, data, args["out"], args if args["verifier"] else None)
 
 
-def train(target_name: str, shape: DSparkConfig, config: TrainConfig, data: list[Path], out: Path) -> DSparkDrafter:
-    """Train (or resume) in `out`; at the end out/drafter holds the drafter in the native format."""
+def train(
+    target_name: str,
+    shape: DSparkConfig,
+    config: TrainConfig,
+    data: list[Path],
+    out: Path,
+    streamed: dict | None = None,
+) -> DSparkDrafter:
+    """Train (or resume) in `out`; at the end out/drafter holds the drafter in the native format.
+
+    streamed: what stream.add_arguments parsed, to read the states from a live verifier. Under torchrun, every rank
+    calls this.
+    """
     # Probabilities of a trained drafter underflow; on a CPU, products with denormals are a hundred times slower.
     torch.set_flush_denormal(True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rank, world, device = ranks.start()
     target = Target.load(target_name, getattr(torch, config.dtype), device, shape.target_layer_ids)
     samples = [
         sample for path in data for sample in load_samples(path, target, max_length=shape.max_position_embeddings)
     ]
     heldout = [prompt for path in data for prompt in heldout_prompts(path)][: config.heldout_prompts]
-    source = LocalSource(target, samples, cache_dir() / "hidden")
+    if streamed:
+        source = stream.open_source(streamed, target, samples, rank, world)
+    else:
+        with ranks.first_alone():  # it makes the file that the others find
+            source = LocalSource(target, samples, cache_dir() / "hidden")
     trainer = Trainer(new_drafter(shape, target, samples, config.seed), target, source, heldout, config, out)
     trainer.run()
     drafter = trainer.inference_drafter()
-    checkpoint.save(drafter, Path(out) / "drafter")
-    recipe = {
-        "drafter": dataclasses.asdict(shape),
-        "training": dataclasses.asdict(config),
-        "conversations": len(samples),
-        "response_tokens": int(sum(sample.loss_mask.sum() for sample in samples)),
-        "draft_tokens": trainer.draft_tokens,
-        "seconds": round(trainer.seconds),
-    }
-    (Path(out) / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    if rank == 0:
+        checkpoint.save(drafter, Path(out) / "drafter")
+        recipe = {
+            "drafter": dataclasses.asdict(shape),
+            "training": dataclasses.asdict(config),
+            "conversations": len(samples),
+            "response_tokens": int(sum(sample.loss_mask.sum() for sample in samples)),
+            "draft_tokens": trainer.draft_tokens,
+            "seconds": round(trainer.seconds),
+        }
+        (Path(out) / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    source.close()
+    ranks.finish()
     return drafter

@@ -58,7 +58,7 @@ def trainer(target, samples, folder, config=QUICK, **changes) -> Trainer:
 
 def log_of(folder: Path) -> list[dict]:
     with (folder / "log.csv").open() as file:
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+        return [{k: v for k, v in row.items() if k not in ("seconds", "waited")} for row in csv.DictReader(file)]
 
 
 # ---- learning what decoding needs (pitfall 6)
