@@ -107,12 +107,13 @@ def decode(
     stop = target.eos_token_ids if stop_token_ids is None else stop_token_ids
     generator = torch.Generator(target.device).manual_seed(seed)
     cache = target.new_cache(1, len(prompt) + max_new_tokens + n + 1)
-    out = target.forward(torch.tensor([prompt], device=target.device), cache, 0)
+    tokens = torch.tensor(prompt, device=target.device)
+    out = target.forward(tokens[None], cache, 0)
     anchor = _pick(target.logits(out.hidden[0, -1:]), temperature, generator)
     context = None
     if n:
         context = drafter.new_cache(len(prompt) + max_new_tokens + n + 1)
-        drafter.extend(context, out.features[0])
+        drafter.extend(context, None if out.features is None else out.features[0], tokens)
     length = len(prompt)  # committed tokens before the anchor
     budget = max_new_tokens
     step = Step([], 0, [int(anchor)][:budget], None)
@@ -124,7 +125,7 @@ def decode(
             return
         step, features = _step(target, drafter, anchor, cache, context, length, n, temperature, threshold, generator)
         if context is not None:
-            drafter.extend(context, features)
+            drafter.extend(context, features, anchor.new_tensor([int(anchor), *step.drafts[: step.accepted]]))
         length += step.accepted + 1
         anchor = anchor.new_tensor([step.emitted[-1]])
 

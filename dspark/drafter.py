@@ -200,8 +200,8 @@ class DSparkDrafter(nn.Module):
         weight = self.fc.weight
         return ContextCache(self.config, capacity, weight.dtype, weight.device)
 
-    def extend(self, cache: ContextCache, features: Tensor) -> None:
-        """Append committed tokens' target features [S, m*H] to the context."""
+    def extend(self, cache: ContextCache, features: Tensor, tokens: Tensor | None = None) -> None:
+        """Append committed tokens' target features [S, m*H] to the context. The tokens [S] are for other drafters."""
         end = cache.length + features.shape[0]
         positions = torch.arange(cache.length, end, device=features.device)
         pairs = self.context_keys_values(features, positions)

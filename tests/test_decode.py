@@ -52,7 +52,8 @@ class Script:
     def new_cache(self, capacity):
         return []
 
-    def extend(self, cache, features):
+    def extend(self, cache, features, tokens):
+        assert len(tokens) == len(features)
         cache.extend(features)
 
     def draft(self, anchor, cache, n, temperature, generator):
