@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 from tiny import HIDDEN, VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
-from twin import dense_attention, seen, twin_heads, twin_hidden
+from twin import twin_heads, twin_hidden
 
 from dspark.drafter import DSparkDrafter, vocabulary_maps
-from dspark.kernels import block_attention
 from dspark.train import MicroBatch, TrainConfig, drafter_loss, sample_anchors, supervision
 
 KEPT = torch.arange(0, VOCAB, 3)
@@ -240,59 +239,6 @@ def test_packed_documents_are_drafted_as_if_alone(toy):
     assert supervised.tolist() == inside
     next_tokens = torch.cat([both.tokens, both.tokens[-1:]])[anchors + 1]
     assert torch.equal(labels[:, 0], next_tokens)
-
-
-# ---- block attention against the dense mask (pitfall 33)
-
-CASES = {
-    "one document": ([20], [1, 4, 9, 19]),
-    "several documents": ([5, 9, 7], [0, 4, 5, 6, 13, 14, 20]),
-    "one anchor": ([20], [11]),
-    "empty context": ([6, 6], [0, 6]),
-    "anchors at the end": ([8, 8], [7, 15]),
-    "an anchor twice": ([20], [9, 9, 12]),
-    "a document without anchors": ([6, 6, 6], [3, 14]),
-}
-
-
-@pytest.mark.parametrize("lengths, anchors", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 64])
-@pytest.mark.parametrize("heads, kv", [(4, 2), (6, 1), (3, 3)])
-@torch.enable_grad()
-def test_block_attention_equals_a_dense_mask(lengths, anchors, causal, window, heads, kv):
-    total, n, d, anchors = sum(lengths), 3, 8, torch.tensor(anchors)
-    ends = torch.tensor(lengths).cumsum(0)
-    starts = (ends - torch.tensor(lengths))[torch.searchsorted(ends, anchors, right=True)]
-    generator = torch.Generator().manual_seed(total + heads)
-    shapes = ((len(anchors), n, heads, d), *[(total, kv, d)] * 2, *[(len(anchors), n, kv, d)] * 2)
-    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    out = block_attention(*inputs, anchors, starts, causal, window)
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-    q, context_k, context_v, block_k, block_v = doubles
-    wanted = []
-    for i, (anchor, start) in enumerate(zip(anchors.tolist(), starts.tolist(), strict=True)):
-        k = torch.cat([context_k[start:anchor], block_k[i]])
-        v = torch.cat([context_v[start:anchor], block_v[i]])
-        wanted.append(dense_attention(q[i], k, v, seen(n, anchor, start, causal, window)))
-    wanted = torch.stack(wanted)
-    assert out.shape == wanted.shape and out.dtype == torch.float32
-    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
-    signal = torch.randn(wanted.shape, generator=generator)
-    gradients = torch.autograd.grad(out, inputs, signal)
-    for mine, twins in zip(gradients, torch.autograd.grad(wanted, doubles, signal.double()), strict=True):
-        torch.testing.assert_close(mine.double(), twins, rtol=1e-4, atol=1e-5)
-
-
-def test_block_attention_in_bfloat16_is_within_its_rounding():
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((3, 4, 4, 16), *[(30, 2, 16)] * 2, *[(3, 4, 2, 16)] * 2)
-    inputs = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    anchors = torch.tensor([3, 17, 29])
-    out = block_attention(*inputs, anchors, anchors * 0)
-    exact = block_attention(*(x.float() for x in inputs), anchors, anchors * 0)
-    assert out.dtype == torch.bfloat16
-    assert float((out.float() - exact).norm() / exact.norm()) < 2**-7
 
 
 # ---- heads that are off (pitfall 36)

@@ -6,33 +6,37 @@ is imported). On CUDA nothing falls back to a reference unasked.
 """
 
 import functools
-import importlib
 import os
+
+import torch
 
 from dspark.kernels import acceptance_loss_reference, block_attention_reference
 
-__all__ = ["acceptance_loss", "block_attention"]
+__all__ = ["acceptance_loss", "block_attention", "runs_triton"]
 
 
-def implementation(name: str, device: str):
-    """The function `name`, as kernel or as reference, for tensors on a device of this type."""
+@torch.compiler.assume_constant_result  # read when a compiled function is traced
+def runs_triton(device: str) -> bool:
+    """Whether tensors on a device of this type go through the kernels."""
     choice = os.environ.get("DSPARK_KERNELS", "auto")
     if choice not in ("auto", "triton", "reference"):
         raise ValueError(f"DSPARK_KERNELS = {choice!r}: one of auto, triton, reference")
-    triton = choice == "triton" or choice == "auto" and device == "cuda"
-    if triton and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"DSPARK_KERNELS = triton on a {device} tensor: set TRITON_INTERPRET=1 or use a GPU")
-    return getattr(importlib.import_module(f"{__name__}.{name}_{'triton' if triton else 'reference'}"), name)
+    if choice == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"DSPARK_KERNELS = triton on a {device} tensor: use a GPU, or set TRITON_INTERPRET=1 (slow)")
+    return choice == "triton" or choice == "auto" and device == "cuda"
 
 
-def _choosing(reference):
-    @functools.wraps(reference)
-    def chosen(*args, **options):
-        first = args[0] if args else next(iter(options.values()))
-        return implementation(reference.__name__, first.device.type)(*args, **options)
+@functools.wraps(acceptance_loss_reference.acceptance_loss)
+def acceptance_loss(hidden, *args, **options):
+    chosen = acceptance_loss_reference
+    if runs_triton(hidden.device.type):
+        from dspark.kernels import acceptance_loss_triton as chosen
+    return chosen.acceptance_loss(hidden, *args, **options)
 
-    return chosen
 
-
-acceptance_loss = _choosing(acceptance_loss_reference.acceptance_loss)
-block_attention = _choosing(block_attention_reference.block_attention)
+@functools.wraps(block_attention_reference.block_attention)
+def block_attention(q, *args, **options):
+    chosen = block_attention_reference
+    if runs_triton(q.device.type):
+        from dspark.kernels import block_attention_triton as chosen
+    return chosen.block_attention(q, *args, **options)
