@@ -10,15 +10,12 @@ Backpressure: copies wait in an outbox of `budget` bytes. While it is full a fin
 so that vLLM runs out of blocks and schedules no more. Nothing is dropped.
 """
 
-import queue
 import re
 import secrets
-import threading
 from collections import deque
 from typing import Any, NamedTuple
 
 import torch
-import zmq
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -30,7 +27,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, iter_layer_specs
 
-from dspark.wire import WireSample, encode
+from dspark.wire import Outbox, WireSample
 
 logger = init_logger(f"vllm.{__name__}")
 SAMPLE_ID = re.compile(r"[0-9a-f]{8,64}")
@@ -50,49 +47,6 @@ class Finished(NamedTuple):
 class FinishedRequests(KVConnectorMetadata):
     def __init__(self, requests: list[Finished]):
         self.requests = requests
-
-
-class Outbox:
-    """Sends samples to the trainer ranks, one thread a rank, while holding `budget` bytes of states at most.
-
-    A sample larger than the whole budget is taken when nothing else is held. A rank that is away keeps its samples
-    waiting; what a broken connection swallowed, the rank asks for again.
-    """
-
-    def __init__(self, endpoints: list[str], budget: int):
-        self.budget, self.held = budget, 0
-        self._lock = threading.Lock()
-        self._queues = [queue.SimpleQueue() for _ in endpoints]
-        for endpoint, waiting in zip(endpoints, self._queues, strict=True):
-            threading.Thread(target=self._send_all, args=(endpoint, waiting), daemon=True).start()
-
-    def has_room(self, size: int) -> bool:
-        return self.held == 0 or self.held + size <= self.budget
-
-    def put(self, rank: int, sample: WireSample, copied) -> None:
-        """Queue a sample whose states are there once `copied` (an event of the device, or None) has happened."""
-        self._hold(sample.states.nbytes)
-        self._queues[rank].put((sample, copied))
-
-    def _hold(self, size: int) -> None:
-        with self._lock:
-            self.held += size
-
-    def _send_all(self, endpoint: str, waiting: queue.SimpleQueue) -> None:
-        socket = zmq.Context.instance().socket(zmq.PUSH)
-        socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a trainer that is not connected
-        socket.set(zmq.SNDHWM, 1)
-        socket.set(zmq.LINGER, 0)
-        socket.connect(endpoint)
-        while True:
-            sample, copied = waiting.get()
-            if copied is not None:
-                copied.synchronize()
-            sending = socket.send_multipart(encode(sample), copy=False, track=True)
-            size = sample.states.nbytes
-            del sample
-            sending.wait()  # until ZeroMQ needs the buffers no more
-            self._hold(-size)
 
 
 class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
