@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dspark import checkpoint, ranks, stream
+from dspark import baselines, ranks, stream
 from dspark.config import PRESETS, DSparkConfig
 from dspark.data import Sample, frequent_ids, heldout_prompts, load_samples
 from dspark.decode import heldout_tau
@@ -286,7 +286,7 @@ class Trainer:
 
     def inference_drafter(self) -> DSparkDrafter:
         """A copy in the target's dtype, for decoding and export."""
-        copy = DSparkDrafter(self.drafter.config)
+        copy = baselines.build(self.drafter.config)
         copy.load_state_dict(self.drafter.state_dict())
         return copy.to(self.target.dtype).to(self.target.device).eval()
 
@@ -365,7 +365,7 @@ def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], see
     """A freshly initialised float32 drafter on the target's frozen embedding and LM head."""
     config.check_target(target)
     torch.manual_seed(seed)
-    drafter = DSparkDrafter(config).to(target.device)
+    drafter = baselines.build(config).to(target.device)
     ids = None
     if config.draft_vocab_size is not None:
         ids = frequent_ids(samples, config.draft_vocab_size, target.eos_token_ids).to(target.device)
@@ -378,6 +378,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--preset", default="smollm2-135m", choices=PRESETS, help="the drafter's shape")
     parser.add_argument("--data", type=Path, nargs="+", help="JSONL of conversations (default: what `data` wrote)")
     parser.add_argument("--out", type=Path, required=True, help="run folder: checkpoints, logs, and the drafter")
+    parser.add_argument("--drafter", default="dspark", choices=baselines.KINDS, help="a baseline takes the same size")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of DSparkConfig fields to change")
     stream.add_arguments(parser)
     for field in dataclasses.fields(TrainConfig):
@@ -389,6 +390,7 @@ def main(argv: list[str]) -> None:
             parser.add_argument(name, type=kind[field.type.__name__], default=field.default, help=f"{field.default}")
     args = vars(parser.parse_args(argv))
     shape = PRESETS[args["preset"]].replace(target=args["target"], **args["config"])
+    shape = baselines.shape_of(args["drafter"], shape)
     config = TrainConfig(
         **{f.name: args[f.name] for f in dataclasses.fields(TrainConfig)} | {"block_sizes": tuple(args["block_sizes"])}
     )
@@ -426,7 +428,7 @@ def train(
     trainer.run()
     drafter = trainer.inference_drafter()
     if rank == 0:
-        checkpoint.save(drafter, Path(out) / "drafter")
+        baselines.save(drafter, Path(out) / "drafter")
         recipe = {
             "drafter": dataclasses.asdict(shape),
             "training": dataclasses.asdict(config),
