@@ -155,11 +155,12 @@ class Target:
             raise ValueError(f"{max_len} tokens asked for, but {self.name} holds {limit}: shorten prompt or answer")
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, cache: KVCache, start: int | Tensor) -> TargetOutput:
-        """Run tokens [B, S] at positions start..start+S-1 and leave their keys and values in the cache.
+    def forward(self, tokens: Tensor, cache: KVCache, start: int | Tensor, packed: Tensor | None = None):
+        """Run tokens [B, S] at positions start..start+S-1, leave their keys and values in the cache -> TargetOutput.
 
         start is one int for all rows (prefill, or one request) or a tensor [B] (rows at different lengths). Each
-        query sees the cached positions up to its own.
+        query sees the cached positions up to its own. packed [N]: which of the B*S tokens are real where rows are
+        padded on the right; the others cost attention only, and hidden and features come back as [1, N, ...].
         """
         B, S = tokens.shape
         ragged = isinstance(start, Tensor)
@@ -175,11 +176,11 @@ class Target:
             mask = torch.zeros(hidden_keys.shape, dtype=self.dtype, device=tokens.device)
             mask.masked_fill_(hidden_keys, float("-inf"))
         cos, sin = self.cos[positions][..., None, :], self.sin[positions][..., None, :]  # [(B,) S, 1, d]
-        x = F.embedding(tokens, self.embed_tokens)
+        x = F.embedding(tokens if packed is None else tokens.flatten()[packed][None], self.embed_tokens)
         taps = []
         for index, layer in enumerate(self.layers):
             h = F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps)
-            x = x + self._attend(layer, h, cos, sin, cache, index, positions, end, mask)
+            x = x + self._attend(layer, h, cos, sin, cache, index, positions, end, mask, packed)
             h = F.rms_norm(x, x.shape[-1:], layer.post_norm, self.eps)
             gate, up = F.linear(h, layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate).mul_(up), layer.down)
@@ -188,10 +189,13 @@ class Target:
         hidden = F.rms_norm(x, x.shape[-1:], self.final_norm, self.eps)
         return TargetOutput(hidden, torch.cat(taps, -1) if taps else None)
 
-    def _attend(self, layer, h, cos, sin, cache, index, positions, end, mask):
-        B, S, _ = h.shape
-        heads, kv, d = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(B, S, heads + 2 * kv, d)
+    def _attend(self, layer, h, cos, sin, cache, index, positions, end, mask, packed):
+        B, S, heads = *(h if packed is None else positions).shape[:2], self.num_attention_heads
+        kv, d = self.num_key_value_heads, self.head_dim
+        qkv = F.linear(h, layer.qkv, layer.qkv_bias)
+        if packed is not None:  # what a padded place leaves in the cache stays unseen, as a rejected draft does
+            qkv = qkv.new_zeros(B * S, qkv.shape[-1]).index_copy_(0, packed, qkv[0])
+        qkv = qkv.view(B, S, heads + 2 * kv, d)
         qk, v = qkv[:, :, : heads + kv], qkv[:, :, heads + kv :]
         if layer.q_norm is not None:
             q, k = qk[:, :, :heads], qk[:, :, heads:]
@@ -211,7 +215,7 @@ class Target:
         q = qk[:, :, :heads].view(B, S, kv, heads // kv, d).permute(0, 2, 1, 3, 4).reshape(B, kv, -1, d)
         out = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
         out = out.view(B, kv, S, heads // kv, d).permute(0, 2, 1, 3, 4).reshape(B, S, heads * d)
-        return F.linear(out, layer.o)
+        return F.linear(out if packed is None else out.flatten(0, 1)[packed][None], layer.o)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] (after the final norm) -> [..., V]."""
