@@ -113,8 +113,6 @@ class DSparkDrafter(nn.Module):
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size_out, bias=False)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
-        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
         self.register_buffer("d2t", None)
         self.register_buffer("t2d", None)
         if config.draft_vocab_size is not None:
@@ -127,6 +125,9 @@ class DSparkDrafter(nn.Module):
         # Before training the stream is little more than the mask's embedding, and at norm weight 1 a tied LM head
         # would answer it with huge logits (CE 59 on SmolLM2, where ln D is 8.7).
         nn.init.constant_(self.norm.weight, 0.25)
+        # Last, so that drafters of one seed begin with the same backbone whatever heads they have.
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
 
     def adopt_target(self, embed_tokens: Tensor, lm_head: Tensor, draft_ids: Tensor | None = None) -> "DSparkDrafter":
         """Take the target's embedding [V, H] and LM head [V, H] (the rows `draft_ids` [D] of it, rising, if pruned)."""
