@@ -1,0 +1,137 @@
+"""The figures of notebook 02, from the tables of dspark.ablation, dspark.schedule and dspark.batched."""
+
+import itertools
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from dspark.plots import PAGE, STYLE, Plot
+
+LABELS = {
+    "none": "no head (DFlash)", "markov": "Markov", "confidence": "confidence", "both": "both (DSpark)",
+    "gated": "gated Markov + confidence", "rnn": "rnn Markov + confidence",
+}  # fmt: skip
+_COLOURS, _MARKERS = sns.color_palette("colorblind").as_hex(), "os^Dv<>P"
+_SEEDS = "line: mean over seeds, band: their range"
+
+
+def _lines(ax, data: pd.DataFrame, x: str, y: str, group: str) -> None:
+    """A line a group in order of appearance, with a band from y_low to y_high where the data has them."""
+    looks = zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS))  # noqa: B905
+    for (name, line), (colour, marker) in zip(data.groupby(group, sort=False), looks):  # noqa: B905
+        ax.plot(line[x], line[y], color=colour, marker=marker, label=LABELS.get(name, str(name)))
+        if f"{y}_low" in line:
+            ax.fill_between(line[x], line[f"{y}_low"], line[f"{y}_high"], color=colour, alpha=0.15, linewidth=0)
+
+
+def _over_seeds(data: pd.DataFrame, by: list[str], y: str) -> pd.DataFrame:
+    """Mean and range of y over seeds, as columns y, y_low, y_high."""
+    grouped = data.groupby(by, sort=False)[y]
+    return pd.DataFrame({y: grouped.mean(), f"{y}_low": grouped.min(), f"{y}_high": grouped.max()}).reset_index()
+
+
+def _legend(figure: Figure, ax, ncols: int) -> None:
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=ncols)
+
+
+@mpl.rc_context(STYLE)
+def acceptance_of_arms(positions: pd.DataFrame) -> Plot:
+    """Conditional and unconditional acceptance per position (the paper's figure 2); positions: ablation.by_position."""
+    sides = [_over_seeds(positions, ["heads", "position"], y) for y in ("conditional", "unconditional")]
+    figure = Figure((PAGE, 2.4))
+    axes = figure.subplots(1, 2, sharey=True)
+    labels = ("Accepted given all before it", "Accepted with all before it")
+    for ax, data, y in zip(axes, sides, labels, strict=True):
+        _lines(ax, data, "position", data.columns[2], "heads")
+        ax.set(xlabel="Draft position $k$", ylabel=y, xticks=sorted(data.position.unique()), ylim=(-0.03, 1.03))
+    _legend(figure, axes[0], 4)
+    caption = f"Acceptance per draft position, blocks of all benchmarks pooled ({_SEEDS})."
+    return Plot(figure, sides[0].merge(sides[1]), caption, {"error_bars": "range over seeds"})
+
+
+@mpl.rc_context(STYLE)
+def block_sizes(seeds: pd.DataFrame) -> Plot:
+    """Accepted length and drafting time against block size (the paper's figure 4); seeds: ablation.by_seed."""
+    depth = seeds.num_hidden_layers.astype(str) + np.where(seeds.num_hidden_layers == 1, " layer", " layers")
+    data = seeds.assign(drafter=seeds.heads.map(LABELS) + ", " + depth)
+    sides = [_over_seeds(data, ["drafter", "block_size"], y).sort_values("block_size") for y in ("tau", "draft_ms")]
+    figure = Figure((PAGE, 2.4))
+    axes = figure.subplots(1, 2)
+    labels = ("Accepted length τ", "Drafting a block (ms)")
+    for ax, side, y in zip(axes, sides, labels, strict=True):
+        _lines(ax, side, "block_size", side.columns[2], "drafter")
+        ax.set(xlabel="Block size γ = n", ylabel=y, xticks=sorted(side.block_size.unique()))
+    axes[1].set_ylim(0)
+    _legend(figure, axes[0], 3)
+    caption = f"Block size and depth: accepted length, and the median time of drafting one block alone ({_SEEDS})."
+    return Plot(figure, sides[0].merge(sides[1]), caption, {"error_bars": "range over seeds"})
+
+
+@mpl.rc_context(STYLE)
+def reliability_diagrams(bins: pd.DataFrame) -> Plot:
+    """Predicted against observed prefix survival, a panel a position (the paper's figure 6).
+
+    bins: rows of schedule.reliability with `position` and `calibration` (before STS, after STS)."""
+    positions = sorted(bins.position.unique())
+    columns = min(4, len(positions))
+    figure = Figure((PAGE, 0.6 + 1.6 * -(-len(positions) // columns)))
+    axes = figure.subplots(-(-len(positions) // columns), columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for ax, position in itertools.zip_longest(axes, positions):
+        if position is None:
+            ax.set_axis_off()
+            continue
+        ax.plot([0, 1], [0, 1], color="0.7", linewidth=0.8)
+        _lines(ax, bins[bins.position == position], "predicted", "observed", "calibration")
+        ax.set(title=f"$k={position}$", xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+    figure.supxlabel("Predicted: drafts 1 to $k$ survive", fontsize=8)
+    figure.supylabel("Observed", fontsize=8)
+    _legend(figure, axes[0], 2)
+    caption = "Prefix survival, predicted and observed, in ten bins of equal width, on prompts that no fit has seen."
+    return Plot(figure, bins, caption, {"error_bars": "none"})
+
+
+@mpl.rc_context(STYLE)
+def step_costs(profile: pd.DataFrame) -> Plot:
+    """Milliseconds of a step against the tokens that it verifies, a line for each number of requests."""
+    data = profile.assign(line="R = " + profile.requests.astype(str))
+    figure = Figure((PAGE, 2.4))
+    axes = figure.subplots(1, 2)
+    for ax, y, label in zip(axes, ("step_ms", "sps"), ("A step (ms)", "Steps per second"), strict=True):
+        _lines(ax, data, "tokens", y, "line")
+        ax.set(xlabel="Tokens verified $B$", ylabel=label, ylim=(0, None))
+    _legend(figure, axes[0], 5)
+    caption = "What a whole step costs (draft, verify, commit), measured in the engine: medians, R requests, B tokens."
+    return Plot(figure, data, caption, {"error_bars": "none"})
+
+
+@mpl.rc_context(STYLE)
+def threshold_sweep(table: pd.DataFrame) -> Plot:
+    """What a confidence threshold saves and costs (the paper's figure 5); rows of scheduling.csv with `threshold`."""
+    figure = Figure((PAGE, 2.2))
+    axes = figure.subplots(1, 3)
+    table = table.sort_values("threshold")
+    labels = {"tau": "Accepted length τ", "verified_per_token": "Verified per token", "tokens_per_s": "Tokens/s"}
+    for ax, (y, label) in zip(axes, labels.items(), strict=True):
+        _lines(ax, table, "threshold", y, "drafter")
+        ax.set(xlabel="Threshold on survival", ylabel=label)
+    _legend(figure, axes[0], 3)
+    caption = (f"Verifying only drafts whose calibrated survival reaches a threshold, at concurrency "
+               f"{table.concurrency.iloc[0]}: what is left of τ, what is computed, and the speed.")  # fmt: skip
+    return Plot(figure, table, caption, {"error_bars": "none"})
+
+
+@mpl.rc_context(STYLE)
+def load_curves(table: pd.DataFrame) -> Plot:
+    """Throughput against concurrency, and against the speed of one user (the paper's figures 7 and 8)."""
+    figure = Figure((PAGE, 2.8))
+    left, right = figure.subplots(1, 2)
+    _lines(left, table, "concurrency", "tokens_per_s", "policy")
+    _lines(right, table, "per_user_tokens_per_s", "tokens_per_s", "policy")
+    left.set(xlabel="Requests at once", ylabel="Tokens/s, all requests", xticks=sorted(table.concurrency.unique()))
+    right.set(xlabel="Tokens/s of one request (median)", ylabel="Tokens/s, all requests")
+    _legend(figure, left, 3)
+    caption = "Speed under load. Left: all requests together. Right: against that of a single user, concurrency rising."
+    return Plot(figure, table, caption, {"error_bars": "none"})

@@ -1,0 +1,255 @@
+"""Speculative decoding of many requests at once: one drafting pass and one ragged verification a step.
+
+Requests join as soon as a row is free and leave when they are done (continuous admission). Rows live in one KV cache,
+the active ones in front; how many drafts of each are verified is a policy's choice (dspark.schedule). Every answer is
+what dspark.decode gives to its prompt alone. Shapes: R active requests, n drafts a step, V target vocabulary.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from dspark import schedule
+from dspark.decode import Answer, _cut, _in_target_ids, _pick, verify_greedy, verify_sampled
+from dspark.target import KVCache, Target
+
+
+@dataclass
+class Served(Answer):
+    """An answer given under load. drafted counts the drafts that were VERIFIED; seconds run from admission, prefill
+    included, to the last token. confidence [steps][n]: of all drafts made, empty without a confidence head."""
+
+    confidence: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass
+class _Row:
+    """An active request. `anchor` is its last token, `length` the committed tokens before it."""
+
+    index: int
+    served: Served
+    context: object
+    anchor: int
+    length: int
+    begun: float
+
+
+class Engine:
+    """Up to `concurrency` requests on one target and drafter (None where the policy's n is 0). temperatures [n]
+    calibrate the confidences that the policy sees."""
+
+    def __init__(self, target: Target, drafter, policy, concurrency: int, max_len: int, temperature=0.0, seed=0,
+                 temperatures=None):  # fmt: skip
+        if policy.n and drafter is None:
+            raise ValueError(f"{policy.name} drafts {policy.n} tokens a step: give a drafter, or schedule.Fixed(0)")
+        if policy.needs_confidence and drafter.confidence_head is None:
+            raise ValueError(f"{policy.name} needs a drafter with a confidence head")
+        if policy.n:
+            drafter.config.check_taps(target)
+        self.target, self.drafter, self.policy = target, drafter if policy.n else None, policy
+        self.temperature, self.temperatures, self.max_len = temperature, temperatures, max_len
+        self.generator = torch.Generator(target.device).manual_seed(seed)
+        self.cache = target.new_cache(concurrency, max_len)
+        self.rows: list[_Row] = []
+
+    def _rows_cache(self, first: int, last: int) -> KVCache:
+        """A view of some rows, written through."""
+        view = object.__new__(KVCache)
+        view.k, view.v = ([layer[first:last] for layer in part] for part in (self.cache.k, self.cache.v))
+        return view
+
+    def admit(self, index: int, prompt: list[int]) -> _Row:
+        """Prefill `prompt` in a free row; its first token is the row's anchor."""
+        begun, at = time.perf_counter(), len(self.rows)
+        tokens = torch.tensor(prompt, device=self.target.device)
+        out = self.target.forward(tokens[None], self._rows_cache(at, at + 1), 0)
+        anchor = int(_pick(self.target.logits(out.hidden[0, -1:]), self.temperature, self.generator))
+        context = None
+        if self.drafter:
+            context = self.drafter.new_cache(self.max_len)
+            self.drafter.extend(context, out.features[0], tokens)
+        row = _Row(index, Served(), context, anchor, len(prompt), begun)
+        self.rows.append(row)
+        return row
+
+    def leave(self, row: _Row) -> None:
+        """Free a row; the last one moves into its place."""
+        at, last = self.rows.index(row), self.rows.pop()
+        if last is not row:
+            self.rows[at] = last
+            for layer in (*self.cache.k, *self.cache.v):
+                layer[at, :, : last.length] = layer[len(self.rows), :, : last.length]
+
+    def step(self) -> list[list[int]]:
+        """One draft-verify-accept cycle of all active rows: the tokens that each emits, before any cut."""
+        device, R = self.target.device, len(self.rows)
+        anchors = torch.tensor([row.anchor for row in self.rows], device=device)
+        drafts, q, confidence = self._draft(anchors)
+        survival = np.ones((R, self.policy.n))
+        if confidence is not None:
+            survival = schedule.survival(confidence, self.temperatures)
+        lengths = self.policy.lengths(survival)
+        tokens = torch.cat([anchors[:, None], drafts[:, : max(lengths)]], 1)  # [R, 1 + longest]
+        real = torch.arange(tokens.shape[1], device=device) <= torch.tensor(lengths, device=device)[:, None]
+        packed = None if bool(real.all()) else real.flatten().nonzero()[:, 0]
+        start = torch.tensor([row.length for row in self.rows], device=device)
+        out = self.target.forward(tokens, self._rows_cache(0, R), start, packed)
+        hidden, features = out.hidden.flatten(0, 1), out.features
+        logits = self.target.logits(hidden)  # [N, V], N = R + sum of lengths
+        emitted, first = [], 0
+        for i, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+            rows = slice(first, first + 1 + length)
+            accepted, following = self._verify(logits[rows], drafts[i, :length], None if q is None else q[i])
+            if row.context is not None:
+                kept = features.flatten(0, 1)[first : first + accepted + 1]
+                self.drafter.extend(row.context, kept, tokens[i, : accepted + 1])
+            emitted.append([*drafts[i, :accepted].tolist(), following])
+            row.served.drafted.append(length)
+            row.served.accepted.append(accepted)
+            if confidence is not None:
+                row.served.confidence.append(confidence[i])
+            row.length, row.anchor = row.length + accepted + 1, following
+            first += 1 + length
+        return emitted
+
+    def _draft(self, anchors: Tensor) -> tuple[Tensor, Tensor | None, np.ndarray | None]:
+        """n drafts for each row: tokens [R, n], q [R, n, D] (None when greedy), confidence [R, n] or None."""
+        n = self.policy.n
+        if not n:
+            return anchors.new_empty(len(anchors), 0), None, None
+        made = [
+            self.drafter.draft(anchor, row.context, n, self.temperature, self.generator)
+            for anchor, row in zip(anchors.split(1), self.rows, strict=True)
+        ]
+        tokens, q, confidence = (None if part[0] is None else torch.stack(part) for part in zip(*made, strict=True))
+        return tokens, q, None if confidence is None else confidence.float().cpu().numpy()
+
+    def _verify(self, logits: Tensor, drafts: Tensor, q: Tensor | None) -> tuple[int, int]:
+        """One row: logits [length + 1, V], drafts [length] -> (accepted, the target's next)."""
+        if self.temperature == 0:
+            return verify_greedy(logits, drafts)
+        p = (logits.float() / self.temperature).softmax(-1)
+        return verify_sampled(p, _in_target_ids(q, len(drafts), self.drafter, p), drafts, self.generator)
+
+
+@torch.inference_mode()
+def serve(
+    target: Target, drafter, prompts: list[list[int]], policy, concurrency: int, max_new_tokens: int,
+    temperature: float = 0.0, seed: int = 0, stop_token_ids: frozenset[int] | None = None, temperatures=None,
+) -> list[Served]:  # fmt: skip
+    """Answer all prompts, `concurrency` at a time, in order of admission; the answers come in the prompts' order."""
+    if not prompts or not all(prompts):
+        raise ValueError("every prompt must hold at least one token")
+    stop = target.eos_token_ids if stop_token_ids is None else stop_token_ids
+    max_len = max(map(len, prompts)) + max_new_tokens + policy.n + 1
+    engine = Engine(target, drafter, policy, concurrency, max_len, temperature, seed, temperatures)
+    waiting, answers = deque(enumerate(prompts)), [None] * len(prompts)
+
+    def emit(row: _Row, tokens: list[int]) -> None:
+        served = row.served
+        served.tokens += _cut(tokens, stop, max_new_tokens - len(served.tokens))
+        if len(served.tokens) >= max_new_tokens or served.tokens[-1] in stop:
+            served.seconds = time.perf_counter() - row.begun
+            answers[row.index] = served
+            engine.leave(row)
+
+    while waiting or engine.rows:
+        while waiting and len(engine.rows) < concurrency:
+            row = engine.admit(*waiting.popleft())
+            emit(row, [row.anchor])
+        for row, tokens in zip(list(engine.rows), engine.step() if engine.rows else [], strict=True):
+            emit(row, tokens)
+    return answers
+
+
+@dataclass
+class _Forced:
+    """Verifies `drafts` of n, to time what that costs."""
+
+    n: int
+    drafts: int = 0
+    needs_confidence = False
+    name = "profile"
+
+    def lengths(self, survival: np.ndarray) -> list[int]:
+        return [self.drafts] * len(survival)
+
+
+@torch.inference_mode()
+def profile_steps(
+    target: Target, drafter, prompts: list[list[int]], n: int, requests: tuple[int, ...], repeats: int
+) -> pd.DataFrame:
+    """Time whole steps of the real engine: R requests, j = 0..n of n drafts verified, so B = R * (1 + j) tokens.
+
+    One row a (R, B): step_ms is the median of `repeats`, taken in turn over all j so that a slow minute hits all of
+    them; sps is steps/s. Prompts are used in turn to fill the rows.
+    """
+    rows = []
+    for R in requests:
+        policy = _Forced(n)
+        longest = max(map(len, prompts)) + (repeats + 1) * (n + 1) ** 2 + n + 1
+        engine = Engine(target, drafter, policy, R, longest)
+        for i in range(R):
+            engine.admit(i, prompts[i % len(prompts)])
+        times = np.empty((repeats + 1, n + 1))
+        for repeat in range(repeats + 1):  # the first warms up
+            for j in range(n + 1):
+                policy.drafts, begun = j, time.perf_counter()
+                engine.step()
+                times[repeat, j] = time.perf_counter() - begun
+        milliseconds = 1e3 * np.median(times[1:], 0)
+        rows += [
+            {"requests": R, "tokens": R * (1 + j), "step_ms": ms, "sps": 1e3 / ms} for j, ms in enumerate(milliseconds)
+        ]
+    return pd.DataFrame(rows)
+
+
+def observed_blocks(answers: list[Served], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """What calibration rests on: confidence [N, n] and drafts kept [N] of every step that verified all n drafts."""
+    steps = (zip(served.confidence, served.drafted, served.accepted, strict=True) for served in answers)
+    whole = [(confidence, accepted) for confidence, drafted, accepted in itertools.chain(*steps) if drafted == n]
+    if not whole:
+        raise ValueError(f"no step verified all {n} drafts with a confidence head: serve with schedule.Fixed({n})")
+    confidence, accepted = zip(*whole, strict=True)
+    return np.stack(confidence), np.array(accepted)
+
+
+def load_row(answers: list[Served], seconds: float) -> dict:
+    """Counts and speeds of one run that took `seconds`. per_user_tokens_per_s: median over requests of tokens per
+    second since admission; verified_per_token: drafts and anchors that the target computed per token emitted."""
+    tokens, steps = sum(len(served.tokens) for served in answers), sum(served.steps for served in answers)
+    verified = sum(sum(served.drafted) for served in answers)
+    accepted = sum(sum(served.accepted) for served in answers)
+    return {
+        "requests": len(answers), "output_tokens": tokens, "steps": steps, "verified": verified, "accepted": accepted,
+        "tau": 1 + accepted / steps if steps else float("nan"), "verified_per_token": (verified + steps) / tokens,
+        "seconds": seconds, "tokens_per_s": tokens / seconds,
+        "per_user_tokens_per_s": float(np.median([len(served.tokens) / served.seconds for served in answers])),
+    }  # fmt: skip
+
+
+def load_test(
+    target: Target, drafter, prompts: list[list[int]], policies: list[Callable], concurrency: int, repeats: int = 1,
+    **options,
+) -> pd.DataFrame:  # fmt: skip
+    """One row a policy: all prompts served `repeats` times at this concurrency, the policies in turn in each round, so
+    that a slow minute hits all of them. policies make a fresh policy each; options are those of `serve`."""
+    runs = {}
+    for repeat in range(repeats):
+        for make in policies[repeat % len(policies) :] + policies[: repeat % len(policies)]:
+            policy, begun = make(), time.perf_counter()
+            answers = serve(target, drafter if policy.n else None, prompts, policy, concurrency, **options)
+            runs.setdefault(policy.name, []).append((answers, time.perf_counter() - begun))
+    rows = []
+    for make in policies:
+        done = runs[make().name]
+        row = load_row([served for answers, _ in done for served in answers], sum(seconds for _, seconds in done))
+        rows.append({"policy": make().name, "concurrency": concurrency, **row})
+    return pd.DataFrame(rows)
