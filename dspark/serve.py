@@ -43,12 +43,11 @@ class Profile:
     row_tokens: int = 4096  # a packed row
     anchors: int = 512  # blocks a row
     micro_batches: int = 8  # rows a step, over all ranks
-    weights_gb: float | None = None  # of the target as released, where its parameters are quantised
 
 
 KIMI = Profile(
-    "kimi-k2.6", trainers=8, gpus=8, tensor_parallel=8, colocated=True, gpu_memory=0.75, max_model_len=20000,
-    max_num_seqs=16, row_tokens=20000, weights_gb=595,
+    "kimi-k2.6", trainers=8, gpus=8, tensor_parallel=8, colocated=True, gpu_memory=0.65, max_model_len=20000,
+    max_num_seqs=16, row_tokens=20000,
 )  # fmt: skip
 PROFILES = {
     "cpu": Profile("smollm2-135m", trainers=2, row_tokens=1024, anchors=96, micro_batches=4, budget=256 << 20),
@@ -149,8 +148,8 @@ def _die_with_parent() -> None:
 class Fleet:
     """Processes that are stopped together when the `with` block is left, with all that they started."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder  # for their logs
+    def __init__(self, folder: Path, quiet: bool = False):
+        self.folder, self.quiet = folder, quiet  # the folder is for their logs, quiet keeps them off the terminal
         self.processes: dict[str, subprocess.Popen] = {}
         self.last_lines: dict[str, deque] = {}
 
@@ -180,7 +179,8 @@ class Fleet:
                 log.write(line)
                 log.flush()
                 self.last_lines[name].append(line)
-                print(f"[{name}] {line}", end="", flush=True)
+                if not self.quiet:
+                    print(f"[{name}] {line}", end="", flush=True)
 
     def wait_healthy(self, name: str, url: str, seconds: float = 3600) -> None:
         """Until GET url/health answers; RuntimeError if the process ends before or takes longer."""
