@@ -1,0 +1,226 @@
+"""Command lines that vLLM's own parser takes, and processes that never outlive their purpose."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from verifier import free_ports
+
+from dspark import serve
+from dspark.config import PRESETS
+from dspark.paths import ROOT
+from dspark.serve import PROFILES, Command, Fleet, trainer_command, verifier_command
+
+ENDPOINTS = ["tcp://127.0.0.1:29600", "tcp://127.0.0.1:29601"]
+PARSE = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for argv in json.load(sys.stdin):
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    validate_parsed_serve_args(args)
+    names = ("model", "served_model_name", "tensor_parallel_size", "max_model_len", "max_num_seqs", "host", "port",
+             "trust_remote_code", "speculative_config", "enforce_eager", "gpu_memory_utilization")
+    row = {name: getattr(args, name) for name in names}
+    row["dtype"] = str(args.dtype)
+    row["fuse_allreduce_rms"] = args.compilation_config.pass_config.fuse_allreduce_rms
+    row["connector"] = [args.kv_transfer_config.kv_connector, args.kv_transfer_config.kv_connector_module_path,
+                        args.kv_transfer_config.kv_role, args.kv_transfer_config.kv_connector_extra_config]
+    print("PARSED", json.dumps(row))
+"""
+
+
+def test_vllms_own_parser_takes_every_profiles_command():
+    argvs = [verifier_command(profile, ENDPOINTS, trust_remote_code=True).argv[3:] for profile in PROFILES.values()]
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE], input=json.dumps(argvs), env=environment, capture_output=True, text=True
+    )
+    rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("PARSED ")]
+    assert len(rows) == len(PROFILES) == 4, done.stderr[-3000:]
+    for profile, row in zip(PROFILES.values(), rows, strict=True):
+        shape = PRESETS[profile.preset]
+        assert row["model"] == shape.target and row["served_model_name"] == [shape.target]
+        assert row["tensor_parallel_size"] == profile.tensor_parallel and row["dtype"] == profile.dtype
+        assert row["max_model_len"] == profile.max_model_len and row["host"] == "127.0.0.1"
+        layers = row["speculative_config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+        assert layers == [*(i + 1 for i in shape.target_layer_ids), shape.target_num_hidden_layers]
+        assert row["speculative_config"]["method"] == "extract_hidden_states"
+        options = {"endpoints": ENDPOINTS, "budget": profile.budget}
+        assert row["connector"] == ["HiddenStateConnector", "dspark.connector", "kv_producer", options]
+        assert row["enforce_eager"] is (profile.gpus == 0)
+        assert (row["fuse_allreduce_rms"] is False) == (profile.gpus > 0)
+    kimi = rows[list(PROFILES).index("kimi-k2.6")]
+    assert (kimi["tensor_parallel_size"], kimi["max_model_len"], kimi["trust_remote_code"]) == (8, 20000, True)
+
+
+@pytest.mark.parametrize("name", ["kimi-k2.6", "kimi-k2.7-code"])
+def test_kimi_is_served_as_released(name):
+    """--tensor-parallel-size 8 --max-model-len 20000 --trust-remote-code, the last only when asked for."""
+    text = str(verifier_command(PROFILES[name], ENDPOINTS))
+    assert "--tensor-parallel-size 8 --max-model-len 20000 " in text and '"fuse_allreduce_rms": false' in text
+    assert "trust-remote-code" not in text
+    assert str(verifier_command(PROFILES[name], ENDPOINTS, trust_remote_code=True)).count("--trust-remote-code") == 1
+    assert f"--model moonshotai/Kimi-{name[5:].upper().replace('CODE', 'Code')} " in text
+
+
+def test_gpus_are_split_or_shared():
+    def visible(command):
+        return command.environment.get("CUDA_VISIBLE_DEVICES")
+
+    split, shared = PROFILES["h200x8"], PROFILES["kimi-k2.6"]
+    assert visible(verifier_command(split, ENDPOINTS)) == "0,1"
+    assert visible(trainer_command(split, "http://x", "127.0.0.1", 29600, [])) == "2,3,4,5,6,7"
+    assert visible(verifier_command(shared, ENDPOINTS)) == "0,1,2,3,4,5,6,7"
+    assert visible(trainer_command(shared, "http://x", "127.0.0.1", 29600, [])) == "0,1,2,3,4,5,6,7"
+    assert visible(verifier_command(PROFILES["cpu"], ENDPOINTS)) is None
+
+
+def test_the_trainers_command_is_one_that_train_takes(monkeypatch):
+    from dspark import train
+
+    seen = []
+    monkeypatch.setattr(train, "train", lambda *args: seen.append(args))
+    for profile in PROFILES.values():
+        argv = trainer_command(profile, "http://127.0.0.1:8000", "127.0.0.1", 29600, ["--out", "x", "--data", "y"]).argv
+        assert argv[argv.index("--nproc-per-node") + 1] == str(profile.trainers)
+        train.main(argv[argv.index("train") + 1 :])
+        name, shape, config, *_ = seen[-1]
+        assert name == shape.target == PRESETS[profile.preset].target
+        assert (config.row_tokens, config.anchors, config.dtype) == (profile.row_tokens, profile.anchors, "bfloat16")
+        assert seen[-1][-1]["verifier"] == "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("only, count", [([], 2), (["--only", "verifier"], 1), (["--only", "trainer"], 1)])
+def test_dry_run_prints_what_would_run(capsys, only, count):
+    hosts = ["--verifier-host", "10.0.0.1", "--trainer-host", "10.0.0.2"]
+    assert serve.main(["--profile", "kimi-k2.6", "--dry-run", *only, *hosts, "--", "--data", "mine.jsonl"]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == count
+    if "trainer" not in only:
+        assert "--host 10.0.0.1" in printed and '"tcp://10.0.0.2:29607"' in printed
+    if "verifier" not in only:
+        assert "--verifier http://10.0.0.1:8000 --listen tcp://10.0.0.2:29600" in printed
+        assert "--data mine.jsonl" in printed
+
+
+# ---- processes
+
+
+def python(code: str, **environment) -> Command:
+    return Command([sys.executable, "-u", "-c", code], environment)
+
+
+SERVER = """
+import http.server, os, sys
+print("began", os.environ["NAME"])
+open(os.environ["NAME"] + f".{os.getpid()}", "w").close()
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Healthy).serve_forever()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids: list[int], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def test_all_that_was_started_stops_even_what_refuses(tmp_path):
+    """A process that ignores SIGTERM, and the child of one, which its parent leaves behind."""
+    stubborn = python("import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(60)")
+    parent = python("import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid); p.wait()")
+    with Fleet(tmp_path) as fleet:
+        pids = [fleet.start("stubborn", stubborn).pid, fleet.start("parent", parent).pid]
+        while not (fleet.last_lines["stubborn"] and fleet.last_lines["parent"]):
+            time.sleep(0.02)
+        pids.append(int(fleet.last_lines["parent"][0]))
+        assert all(map(alive, pids))
+        fleet.stop("stubborn", grace=0.2)
+        assert not alive(pids[0])
+    assert gone(pids)
+    assert (tmp_path / "stubborn.log").read_text() == "up\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_the_command(tmp_path, number):
+    """Ctrl-C, a polite kill, and one that leaves no time for anything."""
+    (port,) = free_ports(1)
+    code = f"""
+import sys
+from pathlib import Path
+from dspark.serve import *
+server = Command([sys.executable, "-u", "-c", {SERVER!r}], {{"NAME": "server", "PORT": "{port}"}})
+trainer = Command(["sleep", "60"], {{}})
+run({{"verifier": server, "trainer": trainer}}, "http://127.0.0.1:{port}", Path("logs"))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, start_new_session=True)
+    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+    deadline = time.monotonic() + 60
+    while len(pids := [int(pid) for pid in children.read_text().split()]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2
+    command.send_signal(number)
+    command.wait(20)
+    assert command.returncode != 0 and gone([command.pid, *pids])
+
+
+def test_a_process_that_dies_before_it_is_healthy_is_told_with_its_last_words(tmp_path):
+    with Fleet(tmp_path) as fleet:
+        fleet.start("verifier", python("print('out of memory'); raise SystemExit(3)"))
+        with pytest.raises(RuntimeError, match="verifier did not become healthy; .*verifier.log.*\nout of memory"):
+            fleet.wait_healthy("verifier", "http://127.0.0.1:1", 20)
+
+
+def test_a_verifier_that_dies_is_started_again_while_the_trainer_waits(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (port,) = free_ports(1)
+    trainer = """
+import os, pathlib, signal, time
+for count in (1, 2):
+    while len(found := sorted(pathlib.Path().glob("server.*"), key=lambda p: p.stat().st_mtime)) < count:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    if count == 1:
+        os.kill(int(found[0].suffix[1:]), signal.SIGKILL)
+print("trained")
+"""
+    server = python(SERVER, NAME="server", PORT=str(port))
+    url = f"http://127.0.0.1:{port}"
+    assert serve.run({"verifier": server, "trainer": python(trainer)}, url, tmp_path / "logs") == 0
+    said = capfd.readouterr().out
+    assert said.count("[verifier] began server") == 2 and "[trainer] trained" in said
+    assert "verifier died and is started again; training waits for it" in said
+    assert gone([int(path.suffix[1:]) for path in tmp_path.glob("server.*")])
+
+
+def test_a_failed_trainer_ends_all_with_a_word(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (port,) = free_ports(1)
+    server = python(SERVER, NAME="server", PORT=str(port))
+    commands = {"verifier": server, "trainer": python("raise SystemExit(7)")}
+    assert serve.run(commands, f"http://127.0.0.1:{port}", tmp_path / "logs") == 7
+    assert "the same command resumes from the last checkpoint" in capfd.readouterr().out
+    assert gone([int(path.suffix[1:]) for path in tmp_path.glob("server.*")])
+
+
+def test_wrong_profiles_are_refused():
+    with pytest.raises(TypeError, match="tensor_paralel"):
+        replace(PROFILES["cpu"], tensor_paralel=2)

@@ -1,0 +1,438 @@
+"""Streaming from a real vLLM serving the real model: every row right, in the trainer's order, once; faults named."""
+
+import copy
+import json
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from test_train import log_of
+from transformers import AutoModelForCausalLM
+from verifier import free_ports, running
+
+from dspark import checkpoint, train
+from dspark.config import PRESETS
+from dspark.data import Sample
+from dspark.decode import answer
+from dspark.paths import ROOT
+from dspark.plan import state_bytes
+from dspark.stream import Away, SampleCache, StreamSource, Verifier
+from dspark.target import embedded_target
+from dspark.train import TrainConfig, micro_batches
+from dspark.wire import WireSample, encode
+
+TEXTS = ["The quick brown fox jumps over the lazy dog. " * k for k in (1, 4, 9, 18)]
+TEXTS += ["Once", "def add(a, b):\n    return a + b\n", TEXTS[3] + "But why?"]
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("verifier")) as running_verifier:
+        yield running_verifier
+
+
+@pytest.fixture(scope="module")
+def samples(target) -> list[Sample]:
+    every = [torch.tensor(target.tokenizer(text)["input_ids"]) for text in TEXTS]
+    return [Sample(ids, torch.arange(len(ids)) >= min(3, len(ids) - 1)) for ids in every]
+
+
+@pytest.fixture
+def source(target, verifier):
+    """Makes sources; closes them."""
+    made = []
+
+    def make(samples, rank=0, target=target, timeout=30.0, **options):
+        made.append(StreamSource(target, samples, verifier.client(timeout), verifier.endpoints[rank], rank, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def reference(model, target, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' own features [T, m*H] and normed last states [T, H]."""
+    with torch.inference_mode():
+        states = model(ids[None], output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1][0] for layer in target.layer_ids], -1), states[-1][0]
+
+
+def assert_same(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Within 1e-5 of the row's largest entry, row by row (SmolLM2's first token has entries of 2e4)."""
+    error = (mine - theirs).abs().amax(-1) / theirs.abs().amax(-1)
+    assert float(error.max()) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(embedded_target(), dtype=torch.float32).eval()
+
+
+# ---- every row right
+
+
+def hits(verifier) -> float:
+    with urllib.request.urlopen(f"{verifier.url}/metrics") as answered:
+        lines = answered.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+def test_states_equal_transformers(target, verifier, source, samples, model):
+    """Chunks of 64 tokens cut most prompts; the second time blocks of 16 come from the prefix cache."""
+    streamed, before = source(samples), hits(verifier)
+    for _ in range(2):
+        row = streamed.row([6, 0, 1, 2, 3, 4, 5])
+        assert row.features.dtype == torch.float32 and row.features.shape[1] == 3 * 576
+        at = 0
+        for i in (6, 0, 1, 2, 3, 4, 5):
+            here = slice(at, at + len(samples[i]))
+            features, hidden = reference(model, target, samples[i].token_ids)
+            assert torch.equal(row.tokens[here], samples[i].token_ids)
+            assert torch.equal(row.loss_mask[here], samples[i].loss_mask)
+            assert_same(row.features[here], features)
+            assert_same(row.hidden[here], hidden)
+            at += len(samples[i])
+        assert at == len(row.tokens)
+    assert hits(verifier) - before > 300
+    counted = {"received": 15, "retried": 0, "unasked": 0, "damaged": 0}  # of them one for the probe
+    assert streamed.counts == streamed.counts | counted
+    tokens = 2 * sum(map(len, samples)) + min(64, len(samples[0]))
+    planned = tokens * (2 * state_bytes(PRESETS["smollm2-135m"]) + 4)  # float32 here, and the ids
+    assert planned < streamed.counts["bytes"] < planned + 15 * 400
+
+
+def test_a_response_streams_with_its_prompt(target, source, samples, model):
+    """On-policy: the verifier's greedy answer is the target's own, and its states come in the same request."""
+    chat = target.encode_chat([{"role": "user", "content": "Name three colours."}])
+    wanted = answer(target, None, chat, 0, 24).tokens
+    given = Sample(torch.tensor([*chat, 5, 6, 7]), torch.arange(len(chat) + 3) >= len(chat))
+    streamed = source([given], response_tokens=24)
+    assert len(streamed.samples[0]) == len(chat) + 24
+    row = streamed.row([0])
+    assert row.tokens.tolist() == [*chat, *wanted] and row.loss_mask.sum() == len(wanted)
+    features, hidden = reference(model, target, row.tokens)
+    assert_same(row.features[:-1], features[:-1])
+    assert_same(row.hidden[:-1], hidden[:-1])
+    assert not row.features[-1].any() and not row.hidden[-1].any()  # the last token was never run
+
+
+# ---- the trainer's order, once
+
+
+def visited(source, steps, **options) -> list:
+    config = TrainConfig(
+        steps=steps, micro_batches=2, row_tokens=60, anchors=8, block_sizes=(4,), dtype="float32", decay=0.0
+    )
+    return [[micro.row for micro in batch] for _, batch in micro_batches(source, config, 0, **options)]
+
+
+def test_batches_do_not_depend_on_the_order_of_arrival(source, samples):
+    """One request at a time or eight, one rank or two: the same batches, each sample exactly once an epoch."""
+    serial, parallel = source(samples, in_flight=1), source(samples, rank=1, in_flight=8, lookahead=3)
+    one, eight = visited(serial, 6), visited(parallel, 6)
+    for mine, theirs in zip(one, eight, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a.tokens, b.tokens) and torch.allclose(a.hidden, b.hidden, atol=1e-3)
+    serial.close(), parallel.close()
+    halves = [visited(source(samples, rank=r), 6, rank=r, ranks=2) for r in range(2)]
+    for whole, parts in zip(one, zip(*halves, strict=True), strict=True):
+        assert [row.tokens.tolist() for row in whole] == [rows[0].tokens.tolist() for rows in parts]
+    lengths, rows = [len(s) for s in samples], [row for step in one for row in step]
+    first = [
+        length for row in rows for length in row.ends.unique_consecutive().diff(prepend=torch.tensor([0])).tolist()
+    ]
+    assert sorted(first[: len(samples)]) == sorted(lengths)
+    assert serial.counts["received"] == sum(len(row.ends.unique()) for row in rows) + 1  # each once, and the probe
+
+
+# ---- what is refused
+
+
+def test_a_rank_that_the_verifier_was_not_started_for_is_refused(target, verifier, samples):
+    streamed = StreamSource(target, samples, verifier.client(), f"tcp://127.0.0.1:{free_ports(1)[0]}", rank=2)
+    with pytest.raises(ValueError, match="rank = 2: this verifier was started with 2 endpoints"):
+        streamed.row([0])
+    streamed.close()
+
+
+@pytest.mark.parametrize("params", [{"rank": "0", "sample_id": "0" * 16}, {"rank": 0, "sample_id": "../../etc"}])
+def test_a_request_names_an_index_and_an_id_and_nothing_else(verifier, params):
+    answered = verifier.client().post("/v1/completions", prompt=[5, 6, 7], max_tokens=1, kv_transfer_params=params)
+    assert list(answered["kv_transfer_params"]) == ["error"]
+
+
+def test_an_ordinary_request_streams_nothing(verifier):
+    answered = verifier.client().post("/v1/completions", prompt=[5, 6, 7], max_tokens=2)
+    assert answered["kv_transfer_params"] is None and answered["usage"]["completion_tokens"] == 2
+
+
+def altered(target, **changes):
+    other = copy.copy(target)
+    vars(other).update(changes)
+    return other
+
+
+def test_another_model_layers_weights_or_template_are_named(target, source, samples):
+    """What a verifier cannot know of the trainer's mistake: each is found before a sample is used."""
+    wrong = {
+        r"layers \(2, 15, 27, 30\), the drafter reads \(3, 15, 27, 30\)": altered(target, layer_ids=(2, 14, 26)),
+        "other weights, or another last layer": altered(target, final_norm=target.final_norm.flip(0)),
+        "of width 576, want torch.bfloat16": altered(target, dtype=torch.bfloat16),
+        "renders a chat as": altered(target, encode_chat=lambda messages: [1, 2, 3]),
+    }
+    for named, other in wrong.items():
+        streamed = source(samples, target=other)
+        with pytest.raises(ValueError, match=named):
+            streamed.row([0])
+        assert streamed.counts["received"] <= 2
+        streamed.close()
+    streamed = source(samples)
+    streamed.verifier = Verifier(streamed.verifier.url, "qwen3-0.6b")
+    with pytest.raises(ValueError, match="refuses .* for model 'qwen3-0.6b'.*does not exist"):
+        streamed.row([0])
+
+
+def test_a_state_after_the_norm_is_told_from_one_before(target, source, samples):
+    streamed = source(samples)
+    finish, streamed._final = streamed._final, lambda last: last  # as if the verifier's came normed
+    with pytest.raises(ValueError, match="do not give its own logprobs"):
+        streamed.row([0])
+    assert finish(torch.ones(1, 576)).shape == (1, 576)
+
+
+# ---- faults on the way
+
+
+class Relay:
+    """Stands between verifier and trainer: passes on what `tamper(frames, number)` makes of each message."""
+
+    def __init__(self, inside: str, tamper):
+        self.tamper, self.passed, self.stopped = tamper, 0, threading.Event()
+        self.endpoint = f"tcp://127.0.0.1:{free_ports(1)[0]}"  # the trainer's
+        self.inside = inside
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        context = zmq.Context.instance()
+        with context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+            pull.bind(self.inside)
+            push.set(zmq.LINGER, 0)
+            push.connect(self.endpoint)
+            while not self.stopped.is_set():
+                if pull.poll(50):
+                    frames = [bytearray(frame) for frame in pull.recv_multipart()]
+                    self.passed += 1
+                    for message in self.tamper(frames, self.passed):
+                        push.send_multipart(message)
+
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stopped.set()
+        self.thread.join()
+
+
+def flip(frames: list[bytearray]) -> list[bytearray]:
+    frames[2][1000] ^= 1
+    return frames
+
+
+STRANGE = WireSample("f" * 16, "x", "smollm2-135m", (1,), torch.ones(2, dtype=torch.int32), torch.ones(2, 1, 9))
+FAULTS = {  # what happens to the second message of three, the first being the probe's or the sample's
+    "lost": (lambda frames, n: [frames] if n != 2 else [], {"retried": 1}),
+    "a bit flipped": (lambda frames, n: [frames if n != 2 else flip(frames)], {"retried": 1, "damaged": 1}),
+    "truncated": (lambda frames, n: [frames if n != 2 else frames[:3]], {"retried": 1, "damaged": 1}),
+    "twice": (lambda frames, n: [frames, frames], {"retried": 0, "unasked": 3}),
+    "a stranger's": (lambda frames, n: [encode(STRANGE), frames], {"retried": 0, "unasked": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tamper, counted", FAULTS.values(), ids=FAULTS)
+def test_what_is_lost_is_asked_again_and_what_is_damaged_or_unasked_refused(
+    target, verifier, samples, model, tamper, counted
+):
+    with Relay(verifier.endpoints[1], tamper) as relay:
+        streamed = StreamSource(target, samples, verifier.client(timeout=2.0), relay.endpoint, rank=1, in_flight=1)
+        for i in (0, 5):  # the first brings the probe with it
+            row = streamed.row([i])
+            features, hidden = reference(model, target, samples[i].token_ids)
+            assert_same(row.features, features)
+            assert_same(row.hidden, hidden)
+        if counted.get("unasked"):
+            until(lambda: streamed.counts["unasked"] >= 3, 5)
+        assert streamed.counts == streamed.counts | counted and streamed.counts["received"] == 3
+        streamed.close()
+
+
+def test_trainers_that_vanish_leave_nothing_that_the_next_would_train_on(target, source, samples):
+    """Ten trainers die at odd moments, requests in flight; an eleventh at the same endpoint gets its own, once."""
+    for number in range(10):
+        streamed = source(samples)
+        streamed.expect(list(range(len(samples))))
+        time.sleep(0.05 * number)
+        streamed.close()
+    last = source(samples)
+    row = last.row([3, 1])
+    assert torch.equal(row.tokens, torch.cat([samples[i].token_ids for i in (3, 1)]))
+    assert last.counts["received"] == 3 and last.counts["damaged"] == 0
+
+
+def test_a_verifier_that_stays_away_is_said_to(target, samples):
+    nowhere = Verifier(f"http://127.0.0.1:{free_ports(1)[0]}", "smollm2-135m")
+    streamed = StreamSource(target, samples, nowhere, "tcp://127.0.0.1:*", patience=0.6)
+    with pytest.raises(Away, match="the verifier stays away .*: start it again, then resume"):
+        streamed.row([0])
+    streamed.close()
+
+
+def test_a_taken_port_is_named(target, samples, verifier):
+    first = StreamSource(target, samples, verifier.client(), "tcp://127.0.0.1:*")
+    with pytest.raises(OSError, match=f"cannot listen on {first.endpoint}.*: free the port or choose another"):
+        StreamSource(target, samples, verifier.client(), first.endpoint)
+    first.close()
+
+
+# ---- the disk cache
+
+
+def test_cached_samples_need_no_verifier(target, source, samples, tmp_path):
+    first = source(samples, cache=SampleCache(tmp_path, 1e9))
+    before = first.row([0, 3, 2])
+    first.close()
+    nowhere = Verifier("http://127.0.0.1:1", "smollm2-135m")
+    later = StreamSource(target, samples, nowhere, "tcp://127.0.0.1:*", cache=SampleCache(tmp_path, 1e9), patience=0.1)
+    after = later.row([0, 3, 2])
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert later.counts["cached"] == 3 and later.counts["received"] == 0
+    with pytest.raises(Away):
+        later.row([1])
+    later.close()
+
+
+def test_damaged_cache_files_are_named_and_asked_again(source, samples, tmp_path, capsys):
+    first = source(samples, cache=SampleCache(tmp_path, 1e9))
+    before = first.row([0, 2, 5])
+    first.close()
+    damaged = [tmp_path / f"{i:08d}.sample" for i in (0, 2, 5)]
+    data = bytearray(damaged[0].read_bytes())
+    data[-20] ^= 1  # a bit of the states
+    damaged[0].write_bytes(data)
+    damaged[1].write_bytes(damaged[1].read_bytes()[:-1000])
+    damaged[2].write_bytes(struct.pack("<Q", 2**60) + b"{}")
+    again = source(samples, rank=1, cache=SampleCache(tmp_path, 1e9))
+    after = again.row([0, 2, 5])
+    assert torch.equal(before.tokens, after.tokens) and torch.allclose(before.hidden, after.hidden, atol=1e-3)
+    assert again.counts["cached"] == 0 and again.counts["received"] == 4
+    said = capsys.readouterr().err
+    assert all(f"cache: {path.name} is damaged" in said for path in damaged)
+
+
+def test_a_full_cache_is_said_once_and_training_goes_on(source, samples, tmp_path, capsys):
+    streamed = source(samples, cache=SampleCache(tmp_path, 300_000))
+    streamed.row([0, 1, 2, 3])
+    streamed.row([0, 1, 2, 3])
+    kept = list(tmp_path.glob("*"))
+    assert kept and sum(path.stat().st_size for path in kept) <= 300_000
+    assert all(path.suffix == ".sample" for path in kept) and streamed.counts["cached"] == len(kept) < 4
+    assert capsys.readouterr().err.count("cache: full (budget of 0.0003 GB)") == 1
+
+
+def test_a_full_disk_is_said_once_and_leaves_no_partial_file(source, samples, tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    streamed = source(samples, cache=SampleCache(tmp_path, 1e9))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # as a quota would
+    try:
+        row = streamed.row([3])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert torch.equal(row.tokens, samples[3].token_ids) and not list(tmp_path.glob("*"))
+    assert capsys.readouterr().err.count("cache: full (") == 1
+
+
+# ---- the whole: one command, two ranks, a verifier killed on the way
+
+TALK = [f"Tell me something about the number {n}, please." for n in range(16)]
+SMALL = {"num_hidden_layers": 1, "intermediate_size": 64, "draft_vocab_size": 64, "markov_rank": 4, "block_size": 4}
+STEPS, CONFIG = 10, {"row_tokens": 96, "anchors": 8, "micro_batches": 4, "dtype": "float32"}
+
+
+def write_talk(target, folder) -> str:
+    rows = []
+    for text in TALK:
+        prompt = target.encode_chat([{"role": "user", "content": text}])
+        words = target.tokenizer(text + " It is a fine number.")["input_ids"] + [2]
+        rows.append({"messages": [{"role": "user", "content": text}], "split": "train", "target": target.name,
+                     "prompt_ids": prompt, "response_ids": words})  # fmt: skip
+    path = folder / "talk.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_serve_trains_two_ranks_through_a_kill_as_if_nothing_had_been(target, verifier, tmp_path):
+    """vLLM is killed at step 3 of 10: training waits, asks again, and equals one undisturbed rank's."""
+    data, train_args = write_talk(target, tmp_path), ["--steps", str(STEPS), "--config", json.dumps(SMALL)]
+    for name, value in CONFIG.items():
+        train_args += [f"--{name.replace('_', '-')}", str(value)]
+    http_port, port = free_ports(2)
+    profile = CONFIG | {"max_model_len": 512, "max_num_seqs": 4}
+    command = [sys.executable, "-m", "dspark", "serve", "--profile", "cpu", "--config", json.dumps(profile)]
+    command += [
+        "--http-port",
+        str(http_port),
+        "--port",
+        str(port),
+        "--out",
+        str(tmp_path / "two"),
+        "--",
+        "--data",
+        data,
+    ]
+    with (tmp_path / "serve.log").open("w") as log:
+        serving = subprocess.Popen([*command, *train_args], cwd=ROOT, stdout=log, stderr=log)
+        children = Path(f"/proc/{serving.pid}/task/{serving.pid}/children")
+        began, pids = tmp_path / "two" / "log.csv", []
+        until(lambda: serving.poll() is not None or (began.exists() and len(began.read_text().splitlines()) > 3), 400)
+        pids = [int(pid) for pid in children.read_text().split()]
+        os.killpg(pids[0], signal.SIGKILL)
+        serving.wait(400)
+    said = (tmp_path / "serve.log").read_text()
+    assert serving.returncode == 0, said[-3000:]
+    assert "verifier died and is started again" in said and "waits for the verifier" in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    alone = [
+        "--data",
+        data,
+        "--out",
+        str(tmp_path / "one"),
+        "--verifier",
+        verifier.url,
+        "--listen",
+        verifier.endpoints[0],
+    ]
+    train.main([*alone, *train_args])
+    one, two = (log_of(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) == STEPS
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine["draft_tokens"] == theirs["draft_tokens"] and mine["epoch"] == theirs["epoch"]
+        assert float(theirs["loss"]) == pytest.approx(float(mine["loss"]), rel=2e-3)
+    assert checkpoint.load(tmp_path / "two" / "drafter", target).config.block_size == 4
+
+
+def until(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
