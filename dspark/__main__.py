@@ -1,4 +1,4 @@
-"""The command line: `python3 -m dspark run | test | generate | data | train | sweep`.
+"""The command line: `python3 -m dspark COMMAND`; without one it lists them.
 
 Needs the standard library only, and an old Python gets as far as the message that says which one is needed.
 """
@@ -15,9 +15,14 @@ from dspark import UserError, __version__
 PYTHONS = ((3, 11), (3, 14))
 # These have their own command lines, in the module that does the work.
 MODULES = {
-    "data": ("dspark.selfwrite", "write training prompts and responses with the target"),
-    "train": ("dspark.train", "train a drafter"),
-    "sweep": ("dspark.evaluate", "measure drafters on benchmarks over n"),
+    "data": ("dspark.selfwrite", "main", "write training prompts and responses with the target"),
+    "train": ("dspark.train", "main", "train a drafter"),
+    "sweep": ("dspark.evaluate", "main", "measure drafters on benchmarks over n"),
+    "serve": ("dspark.serve", "main", "start a live verifier and train on what it streams"),
+    "plan": ("dspark.plan", "main", "say whether such a training fits the machine"),
+    "export": ("dspark.exchange", "export", "write a drafter in a public format, with its model card"),
+    "load": ("dspark.exchange", "load", "check a drafter of any public format against its target"),
+    "inspect": ("dspark.inspect_checkpoint", "main", "show what a checkpoint is and what is odd about it"),
 }
 
 
@@ -61,9 +66,11 @@ def dispatch(argv):
     command = argv[0] if argv else ""
     if command in MODULES:
         setup.ensure(argv)
-        return importlib.import_module(MODULES[command][0]).main(argv[1:]) or 0
+        module, function, _ = MODULES[command]
+        return getattr(importlib.import_module(module), function)(argv[1:]) or 0
     if command == "test":
         setup.ensure(argv)
+        setup.add_peers()
         return run_tests(argv[1:])
     args = parser().parse_args(argv)
     if args.command == "run":
@@ -108,7 +115,7 @@ def parser():
     run.add_argument("--commit", action="store_true", help="copy the executed notebooks over notebooks/")
 
     commands.add_parser("test", help="ruff and the tests; further arguments go to pytest", add_help=False)
-    for name, (_, what) in MODULES.items():
+    for name, (_, _, what) in MODULES.items():
         commands.add_parser(name, help=what, add_help=False)
 
     generate = commands.add_parser("generate", help="answer a prompt in the terminal and compare the speed")

