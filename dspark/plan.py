@@ -107,14 +107,19 @@ def state_bytes(shape: DSparkConfig) -> int:
     return 2 * (len(shape.target_layer_ids) + 1) * shape.hidden_size
 
 
-def activations(shape: DSparkConfig, row_tokens: int, anchors: int) -> float:
-    """Bytes kept for the backward pass of one packed row, from above: bfloat16 products, float32 norms."""
+def activations(shape: DSparkConfig, row_tokens: int, anchors: int, dense: bool = False) -> float:
+    """Bytes kept for the backward pass of one packed row, from above: bfloat16 products and weights, float32 norms.
+
+    dense: the attention matrices too, which the plain PyTorch attention of a CPU keeps and the Triton kernel does not.
+    """
     H, ffn, taps = shape.hidden_size, shape.intermediate_size, len(shape.target_layer_ids)
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    layers, slots = shape.num_hidden_layers, anchors * shape.block_size
+    layers, slots, size = shape.num_hidden_layers, anchors * shape.block_size, drafter_size(shape)
     context = row_tokens * (2 * (taps + 1) * H + 12 * H + layers * 24 * kv)
     blocks = slots * (layers * (30 * H + 16 * ffn + 24 * q + 24 * kv) + 16 * H)
-    return context + blocks + slots * 4 * (2 * shape.markov_rank + 2 * H)
+    heads = 4 * (H + shape.markov_rank) * (shape.vocab_size_out + 3 * slots)
+    matrices = layers * 6 * shape.num_attention_heads * slots * row_tokens if dense else 0
+    return context + blocks + heads + matrices + 2 * size.matrices
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def plan(profile, machine: Machine | None = None) -> Plan:
         "gradients": 4 * (size.matrices + size.rest),
         "optimizers": 4 * size.matrices + 8 * size.rest,
         "target's embedding and LM head": 2 * (2 * size.embedding + 2 * size.lm_head),
-        "activations": activations(shape, profile.row_tokens, profile.anchors),
+        "activations": activations(shape, profile.row_tokens, profile.anchors, dense=not profile.gpus),
         "hidden states of a step": rows * profile.row_tokens * state_bytes(shape),
         "runtime": machine.runtime,
     }

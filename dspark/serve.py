@@ -174,7 +174,7 @@ class Fleet:
         return process
 
     def _copy_log(self, name: str, process: subprocess.Popen) -> None:
-        with (self.folder / f"{name}.log").open("a") as log:
+        with process.stdout, (self.folder / f"{name}.log").open("a") as log:
             for line in process.stdout:
                 log.write(line)
                 log.flush()

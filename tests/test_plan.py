@@ -84,7 +84,7 @@ def saved_bytes(run: Trainer, batch) -> int:
 
 
 def test_a_real_trainers_memory_is_what_the_plan_says(target, tmp_path):
-    """Exactly, for weights, gradients and optimizers; activations are bounded from above, by less than four times."""
+    """Exactly, for weights, gradients and optimizers; activations are bounded from above, by less than twice."""
     shape = PRESETS["smollm2-135m"]
     ids = torch.randint(20, 49000, (512,), generator=torch.Generator().manual_seed(0))
     sample = Sample(ids, torch.arange(512) >= 8)
@@ -93,11 +93,11 @@ def test_a_real_trainers_memory_is_what_the_plan_says(target, tmp_path):
     run = Trainer(new_drafter(shape, target, [sample], 0), target, source, [], config, tmp_path / "run")
     _, (batch,) = next(micro_batches(source, config, 0))
     measured = saved_bytes(run, batch)
-    said = activations(shape, 512, 64)
-    assert measured < said < 4 * measured
+    said = activations(shape, 512, 64, dense=True)
+    assert measured < said < 2 * measured
     gradients = sum(p.grad.nbytes for p in run.parameters)
     run._update(1.0)
-    states = [v for o in run.optimizers for s in o.state.values() for v in s.values() if v.numel() > 1]
+    states = [v for o in run.optimizers for s in o.state.values() for v in s.values() if v.ndim]
     made = plan.plan(replace(PROFILES["cpu"], trainers=1)).trainer
     assert sum(p.nbytes for p in run.parameters) == gradients == made["drafter, float32"] == made["gradients"]
     assert sum(state.nbytes for state in states) == made["optimizers"]
