@@ -87,9 +87,10 @@ def transfer_config(endpoints: list[str], budget: int) -> dict:
 
 def verifier_command(
     profile: Profile, endpoints: list[str], host: str = "127.0.0.1", port: int = 8000, model: str | None = None,
-    trust_remote_code: bool = False, extra: tuple[str, ...] = (),
+    trust_remote_code: bool = False, extra: tuple[str, ...] = (), transfer: dict | None = None,
 ) -> Command:  # fmt: skip
-    """vLLM's OpenAI-compatible server for the profile's target; `model` is a folder in place of its hub name."""
+    """vLLM's OpenAI-compatible server for the profile's target; `model` is a folder in place of its hub name,
+    `transfer` another --kv-transfer-config than our connector's."""
     shape = PRESETS[profile.preset]
     layer_ids = (*shape.aux_hidden_state_layer_ids, shape.target_num_hidden_layers)
     argv = [
@@ -102,7 +103,7 @@ def verifier_command(
         "--max-model-len", str(profile.max_model_len),
         "--max-num-seqs", str(profile.max_num_seqs),
         "--speculative-config", json.dumps(speculative_config(layer_ids)),
-        "--kv-transfer-config", json.dumps(transfer_config(endpoints, profile.budget)),
+        "--kv-transfer-config", json.dumps(transfer or transfer_config(endpoints, profile.budget)),
     ]  # fmt: skip
     if trust_remote_code:
         argv.append("--trust-remote-code")
@@ -130,6 +131,7 @@ def trainer_command(profile: Profile, verifier: str, listen: str, port: int, tra
     if profile.gpus:
         first = 0 if profile.colocated else profile.tensor_parallel
         environment["CUDA_VISIBLE_DEVICES"] = _gpu_list(range(first, first + profile.trainers))
+        argv.insert(argv.index("--verifier"), "--heldout-prompts=0")  # held-out tau needs the target whole
     else:
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return Command(argv, environment)
@@ -186,7 +188,8 @@ class Fleet:
         """Until GET url/health answers; RuntimeError if the process ends before or takes longer."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if self.processes[name].poll() is not None:
+            engine_died = any("EngineDeadError" in line for line in list(self.last_lines[name]))  # vLLM may live on
+            if self.processes[name].poll() is not None or engine_died:
                 break
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=2).close()
@@ -242,6 +245,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--port", type=int, default=29600, help="rank r listens on this + r")
     parser.add_argument("--model", help="folder of the target's weights (default: the profile's hub name)")
     parser.add_argument("--trust-remote-code", action="store_true", help="let vLLM run the target's own code")
+    parser.add_argument(
+        "--transport", choices=("zmq", "mooncake"), default="zmq", help="mooncake: see dspark/mooncake.py"
+    )
+    parser.add_argument("--mooncake-master", default="127.0.0.1:50051", metavar="HOST:PORT", help="%(default)s")
+    parser.add_argument("--mooncake-protocol", choices=("tcp", "rdma"), default="tcp")
     parser.add_argument("--vllm-args", default="", help="further arguments for vLLM, as one text")
     parser.add_argument("--out", type=Path, default=Path("runs/stream"), help="run folder: drafter and logs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
@@ -255,11 +263,20 @@ def main(argv: list[str]) -> int:
         from dspark.target import embedded_target
 
         model = str(embedded_target())
+    transfer, further = None, []
+    if args.transport == "mooncake":
+        from dspark import mooncake
+
+        transfer = mooncake.transfer_config(args.mooncake_master, args.mooncake_protocol)
+        further = ["--transport=mooncake", "--mooncake-master", args.mooncake_master]
+        further += ["--mooncake-protocol", args.mooncake_protocol]
     verifier = verifier_command(
         profile, endpoints, args.verifier_host, args.http_port, model, args.trust_remote_code,
-        tuple(shlex.split(args.vllm_args)),
+        tuple(shlex.split(args.vllm_args)), transfer,
     )  # fmt: skip
-    trainer = trainer_command(profile, url, args.trainer_host, args.port, ["--out", str(args.out), *args.train_args])
+    trainer = trainer_command(
+        profile, url, args.trainer_host, args.port, [*further, "--out", str(args.out), *args.train_args]
+    )
     commands = {"verifier": verifier, "trainer": trainer}
     if args.only:
         commands = {args.only: commands[args.only]}
