@@ -99,38 +99,6 @@ def read(folder: Path, target=None) -> Checkpoint:
     return Checkpoint(config, tensors, notes)
 
 
-def read_eagle3(folder: Path) -> tuple[formats.Eagle3Config, dict[str, torch.Tensor]]:
-    """Shape and checked tensors of an Eagle3 head, layers named `layers.{i}`; d2t, if any, holds offsets."""
-    folder = Path(folder)
-    raw = _config_json(folder)
-    if formats.kind_of(raw) != "eagle3":
-        raise ValueError(f"{folder.name} is no Eagle3 head")
-    try:
-        config = formats.read_eagle3(raw)
-    except ValueError as error:
-        raise ValueError(f"{folder.name}: {error}") from error
-    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in _tensors(folder).items()}
-    V, D, H, d = config.vocab_size, config.draft_vocab_size, config.hidden_size, config.head_dim
-    q, kv, ffn = config.num_attention_heads * d, config.num_key_value_heads * d, config.intermediate_size
-    taps = len(config.aux_hidden_state_layer_ids or (0, 0, 0))
-    shapes = {"fc.weight": (H, taps * H), "norm.weight": (H,), "lm_head.weight": (D, H)}
-    for i in range(config.num_hidden_layers):
-        wide = 2 * H if i == 0 else H  # the first layer reads [embedding; hidden]
-        part = {"q": (q, wide), "k": (kv, wide), "v": (kv, wide), "o": (H, q)}
-        shapes |= {f"layers.{i}.self_attn.{name}_proj.weight": shape for name, shape in part.items()}
-        shapes |= {f"layers.{i}.mlp.{name}_proj.weight": (ffn, H) for name in ("gate", "up")}
-        shapes |= {f"layers.{i}.mlp.down_proj.weight": (H, ffn), f"layers.{i}.post_attention_layernorm.weight": (H,)}
-        shapes[f"layers.{i}.input_layernorm.weight"] = (H,)
-    shapes["layers.0.hidden_norm.weight"] = (H,)
-    missing = sorted(set(shapes) - set(tensors)) + (["d2t"] if D != V and "d2t" not in tensors else [])
-    wrong = [n for n, shape in shapes.items() if n in tensors and tensors[n].shape != shape]
-    if missing or wrong:
-        raise ValueError(f"{folder.name}: an Eagle3 head of this config has {(missing + wrong)[:3]}, the file not so")
-    if D != V:
-        _check_d2t(tensors["d2t"], tensors.get("t2d"), V, folder.name)
-    return config, tensors
-
-
 def _config_json(folder: Path) -> dict:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no drafter in {folder.name}: config.json is missing")

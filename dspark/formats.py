@@ -308,7 +308,7 @@ def read_eagle3(raw: dict) -> Eagle3Config:
     eagle = _nested(raw, "eagle_config")
     flat = {**layer, **{name: raw[name] for name in Eagle3Config.__dataclass_fields__ if name in raw}, **eagle}
     if any(flat.get(name) is not None for name in ("kv_lora_rank", "q_lora_rank")):
-        raise ValueError("config.json is an Eagle3 head's with latent attention (MLA): only its anatomy can be read")
+        raise ValueError("config.json is an Eagle3 head's with compressed latent attention, which is not supported")
     verifier = _nested(_nested(raw, "speculators_config"), "verifier")
     flat["target"] = verifier.get("name_or_path") or raw.get("target_model_name_or_path") or "an unnamed target"
     ids = flat.get("eagle_aux_hidden_state_layer_ids")

@@ -13,6 +13,7 @@ from dspark import checkpoint, formats
 from dspark.card import shape_rows
 from dspark.config import PRESETS, DSparkConfig
 from dspark.drafter import DSparkDrafter
+from dspark.eagle3 import LATENT
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}  # of an element; the others have one
 PARTS = {  # in the order of a table; the first that a tensor's name begins with
@@ -66,8 +67,10 @@ def inspect(source: str | Path) -> Anatomy:
     rows, config = [("format", kind)], None
     try:
         if kind == "eagle3":
-            shape = formats.read_eagle3(raw)
-            rows += [(name.replace("_", " "), str(value)) for name, value in dataclasses.asdict(shape).items()]
+            latent = {name: raw[name] for name in LATENT if raw.get(name) is not None}
+            shape = formats.read_eagle3({name: value for name, value in raw.items() if name not in latent})
+            shown = dataclasses.asdict(shape) | latent
+            rows += [(name.replace("_", " "), str(value)) for name, value in shown.items()]
         else:
             config, notes = formats.read_config(raw)
             odd += notes + (checkpoint.tensor_faults(config, tensors) if tensors else [])

@@ -172,8 +172,32 @@ def vllm_drafts(target: Path, drafter: Path, job: dict) -> dict:
     return {"tokens": speculator.draft_tokens[0].tolist(), "logits": torch.cat(seen).tolist(), "confidence": confidence}
 
 
+def vllm_decisions(raw: dict) -> dict:
+    """How vLLM reads a config: layout, layers whose output it taps (counted from one), causal layers, mask."""
+    from transformers import Qwen3Config
+    from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+    if "speculators_model_type" in raw:
+        hf = SpeculatorsConfig(**SpeculatorsConfig.extract_transformers_pre_trained_config(raw))
+    else:
+        hf = Qwen3Config(**raw)
+    dflash = getattr(hf, "dflash_config", {})
+    layout = getattr(hf, "sample_from_anchor", True) if "DFlashDraftModel" not in hf.architectures else False
+    spec = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf))
+    return {
+        "sample_from_anchor": layout,
+        "aux_hidden_state_layer_ids": get_eagle3_aux_layers_from_config(spec),
+        "causal": [_dflash_layer_causal(hf, i) for i in range(hf.num_hidden_layers)],
+        "mask_token_id": dflash.get("mask_token_id", getattr(hf, "mask_token_id", None)),
+        "rope_theta": hf.rope_parameters["rope_theta"],
+        "confidence": [getattr(hf, "enable_confidence_head", False), getattr(hf, "confidence_head_with_markov", False)],
+    }
+
+
 def main(job_file: str) -> None:
-    """Answer each of the job's checkpoints; answers go beside the job."""
+    """Answer each of the job's checkpoints and configs; answers go beside the job."""
     from test_vllm import on_cpu
 
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -183,7 +207,8 @@ def main(job_file: str) -> None:
     answers = {
         name: vllm_drafts(Path(job["target"]), Path(cell["folder"]), cell) for name, cell in job["cells"].items()
     }
-    Path(job_file).with_name("answers.json").write_text(json.dumps(answers))
+    decisions = {name: vllm_decisions(raw) for name, raw in job["configs"].items()}
+    Path(job_file).with_name("answers.json").write_text(json.dumps({"cells": answers, "configs": decisions}))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 from peers import our_block, speculators_block
+from test_formats import PUBLIC
 from test_vllm import ON_CPU
 from tiny import VOCAB, packed_row, tiny_drafter, tiny_model, tiny_target
 
-from dspark import checkpoint
+from dspark import checkpoint, formats
 from dspark.paths import DATA, ROOT
 from dspark.setup import has_gpu
 
@@ -146,7 +147,7 @@ def test_speculators_computes_the_same_block_and_losses(toy, matrix, tmp_path, l
 def test_vllm_loads_our_files_and_drafts_the_same(toy, matrix, tmp_path):
     """One process for all cells: vLLM's model class, its weight loader and its sequential sampling."""
     row, _ = inputs()
-    job, ours = {"target": toy.name, "cells": {}}, {}
+    job, ours = {"target": toy.name, "cells": {}, "configs": PUBLIC}, {}
     for format, (layout, vocabulary, heads) in itertools.product(("vllm", "speculators"), CELLS):
         if refusal("vllm", layout, heads) or (format == "speculators" and HEADS[heads].get("markov_rank") == 0):
             continue
@@ -156,7 +157,10 @@ def test_vllm_loads_our_files_and_drafts_the_same(toy, matrix, tmp_path):
         cell = {"n": n, "anchor": int(row.tokens[CONTEXT]), "features": row.features[:CONTEXT].tolist()}
         job["cells"][name] = cell | {"folder": str(tmp_path / name)}
         ours[name] = our_drafts(drafter, row, n)
-    theirs = run_peer(job, tmp_path)
+    answers = run_peer(job, tmp_path)
+    for name, raw in PUBLIC.items():
+        assert answers["configs"][name] == decisions(raw), name
+    theirs = answers["cells"]
     assert set(theirs) == set(ours) and len(ours) == 24
     for name, mine in ours.items():
         answer = theirs[name]
@@ -171,6 +175,20 @@ def test_vllm_loads_our_files_and_drafts_the_same(toy, matrix, tmp_path):
             matrix[*key, "confidence"] = (close, close < TOLERANCE)
             assert close < TOLERANCE, name
     assert len({tuple(mine["tokens"]) for mine in ours.values()}) > 6, "the drafts do not tell the cells apart"
+
+
+def decisions(raw: dict) -> dict:
+    """What peers.vllm_decisions asks of vLLM, by our reading. Ours has no opinion on a confidence head that is off."""
+    config, _ = formats.read_config(raw)
+    with_markov = config.confidence_head_with_markov if config.confidence_head else False
+    return {
+        "sample_from_anchor": config.sample_from_anchor,
+        "aux_hidden_state_layer_ids": list(config.aux_hidden_state_layer_ids),
+        "causal": [config.causal(layer) for layer in range(config.num_hidden_layers)],
+        "mask_token_id": config.mask_token_id,
+        "rope_theta": config.rope_theta,
+        "confidence": [config.confidence_head, with_markov],
+    }
 
 
 @torch.no_grad()
