@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from dspark import schedule
-from dspark.decode import Answer, _cut, _in_target_ids, _pick, verify_greedy, verify_sampled
+from dspark.decode import Answer, _cut, _pick, draft_ids
+from dspark.kernels import verify
 from dspark.target import KVCache, Target
 
 
@@ -57,6 +58,7 @@ class Engine:
         self.temperature, self.temperatures, self.max_len = temperature, temperatures, max_len
         self.generator = torch.Generator(target.device).manual_seed(seed)
         self.cache = target.new_cache(concurrency, max_len)
+        self.free = drafter.new_caches(concurrency, max_len) if policy.n else []  # contexts that no row has
         self.rows: list[_Row] = []
 
     def _rows_cache(self, first: int, last: int) -> KVCache:
@@ -73,7 +75,8 @@ class Engine:
         anchor = int(_pick(self.target.logits(out.hidden[0, -1:]), self.temperature, self.generator))
         context = None
         if self.drafter:
-            context = self.drafter.new_cache(self.max_len)
+            context = self.free.pop()
+            context.length = 0
             self.drafter.extend(context, out.features[0], tokens)
         row = _Row(index, Served(), context, anchor, len(prompt), begun)
         self.rows.append(row)
@@ -82,6 +85,8 @@ class Engine:
     def leave(self, row: _Row) -> None:
         """Free a row; the last one moves into its place."""
         at, last = self.rows.index(row), self.rows.pop()
+        if row.context is not None:
+            self.free.append(row.context)
         if last is not row:
             self.rows[at] = last
             for layer in (*self.cache.k, *self.cache.v):
@@ -103,19 +108,19 @@ class Engine:
         out = self.target.forward(tokens, self._rows_cache(0, R), start, packed)
         hidden, features = out.hidden.flatten(0, 1), out.features
         logits = self.target.logits(hidden)  # [N, V], N = R + sum of lengths
+        rows = (real.flatten().cumsum(0) - 1).view_as(real).where(real, -1)  # [R, 1 + longest]: where logits lie
+        accepted, following = self._verify(logits, tokens[:, 1:], rows, q)
         emitted, first = [], 0
         for i, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
-            rows = slice(first, first + 1 + length)
-            accepted, following = self._verify(logits[rows], drafts[i, :length], None if q is None else q[i])
             if row.context is not None:
-                kept = features.flatten(0, 1)[first : first + accepted + 1]
-                self.drafter.extend(row.context, kept, tokens[i, : accepted + 1])
-            emitted.append([*drafts[i, :accepted].tolist(), following])
+                kept = features.flatten(0, 1)[first : first + accepted[i] + 1]
+                self.drafter.extend(row.context, kept, tokens[i, : accepted[i] + 1])
+            emitted.append([*drafts[i, : accepted[i]].tolist(), following[i]])
             row.served.drafted.append(length)
-            row.served.accepted.append(accepted)
+            row.served.accepted.append(accepted[i])
             if confidence is not None:
                 row.served.confidence.append(confidence[i])
-            row.length, row.anchor = row.length + accepted + 1, following
+            row.length, row.anchor = row.length + accepted[i] + 1, following[i]
             first += 1 + length
         return emitted
 
@@ -124,19 +129,19 @@ class Engine:
         n = self.policy.n
         if not n:
             return anchors.new_empty(len(anchors), 0), None, None
-        made = [
-            self.drafter.draft(anchor, row.context, n, self.temperature, self.generator)
-            for anchor, row in zip(anchors.split(1), self.rows, strict=True)
-        ]
-        tokens, q, confidence = (None if part[0] is None else torch.stack(part) for part in zip(*made, strict=True))
+        tokens, q, confidence = self.drafter.draft_batch(
+            anchors, [row.context for row in self.rows], n, self.temperature, self.generator
+        )
         return tokens, q, None if confidence is None else confidence.float().cpu().numpy()
 
-    def _verify(self, logits: Tensor, drafts: Tensor, q: Tensor | None) -> tuple[int, int]:
-        """One row: logits [length + 1, V], drafts [length] -> (accepted, the target's next)."""
-        if self.temperature == 0:
-            return verify_greedy(logits, drafts)
-        p = (logits.float() / self.temperature).softmax(-1)
-        return verify_sampled(p, _in_target_ids(q, len(drafts), self.drafter, p), drafts, self.generator)
+    def _verify(self, logits: Tensor, drafts: Tensor, rows: Tensor, q: Tensor | None) -> list[list[int]]:
+        """Packed logits [N, V], drafts [R, longest], rows [R, 1 + longest] -> accepted and following, of R each."""
+        uniforms = None
+        if self.temperature > 0:
+            uniforms = torch.rand(rows.shape, generator=self.generator, device=rows.device)
+        to_draft = draft_ids(q, self.drafter, self.target.vocab_size)
+        q = None if q is None else q[:, : drafts.shape[1]]
+        return [part.tolist() for part in verify(logits, drafts, rows, self.temperature, uniforms, q, to_draft)]
 
 
 @torch.inference_mode()

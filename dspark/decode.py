@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark.drafter import DSparkDrafter
+from dspark.kernels import verify
 from dspark.target import Target
 
 
@@ -53,26 +54,9 @@ def pooled_tau(answers: Iterable[Answer]) -> float:
 
 
 def verify_greedy(logits: Tensor, drafts: Tensor) -> tuple[int, int]:
-    """logits [n+1, V] of the target after the anchor and each draft, drafts [n] -> (accepted, the target's next)."""
-    choice = logits.argmax(-1)
-    accepted = int((choice[:-1] == drafts).int().cumprod(0).sum())
-    return accepted, int(choice[accepted])
-
-
-def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, generator=None) -> tuple[int, int]:
-    """Rejection sampling (Leviathan et al., arXiv 2211.17192): p [n+1, V], q [n, V], drafts [n] drawn from q.
-
-    Accept draft k with min(1, p/q); at the first rejection draw from norm(max(p - q, 0)), else from p's last row.
-    The emitted tokens are distributed as p, provided that q is what the drafts were really drawn from.
-    """
-    n = len(drafts)
-    ratio = p[:n].gather(1, drafts[:, None])[:, 0] / q.gather(1, drafts[:, None])[:, 0]
-    uniform = torch.rand(n, generator=generator, device=p.device)
-    accepted = int((uniform < ratio).int().cumprod(0).sum())
-    weights = p[accepted] if accepted == n else (p[accepted] - q[accepted]).clamp_min(0)
-    if float(weights.sum()) <= 0:  # p == q up to rounding: a rejection has probability zero, p itself is the answer
-        weights = p[accepted]
-    return accepted, int(torch.multinomial(weights, 1, generator=generator))
+    """One request: logits [n+1, V] after the anchor and each draft, drafts [n] -> (accepted, the target's next)."""
+    accepted, following = verify(logits[None], drafts[None])
+    return int(accepted), int(following)
 
 
 def confident_prefix(confidence: Tensor, threshold: float) -> int:
@@ -138,25 +122,25 @@ def _step(target, drafter, anchor, cache, context, length, n, temperature, thres
         if threshold > 0:
             drafts = drafts[: confident_prefix(confidence, threshold)]
     out = target.forward(torch.cat([anchor, drafts])[None], cache, length)
-    logits = target.logits(out.hidden[0])
+    uniforms = None
     if temperature > 0:
-        p = (logits.float() / temperature).softmax(-1)
-        accepted, following = verify_sampled(p, _in_target_ids(q, len(drafts), drafter, p), drafts, generator)
-    else:
-        accepted, following = verify_greedy(logits, drafts)
+        uniforms = torch.rand(1, len(drafts) + 1, generator=generator, device=drafts.device)
+    to_draft = draft_ids(q, drafter, target.vocab_size)
+    q = None if q is None else q[None, : len(drafts)]
+    verified = verify(target.logits(out.hidden), drafts[None], None, temperature, uniforms, q, to_draft)
+    accepted, following = (int(x) for x in verified)
     drafts = drafts.tolist()
     confidence = None if confidence is None else confidence[: len(drafts)].tolist()
     features = None if out.features is None else out.features[0, : accepted + 1]
     return Step(drafts, accepted, [*drafts[:accepted], following], confidence), features
 
 
-def _in_target_ids(q: Tensor | None, n: int, drafter, p: Tensor) -> Tensor:
-    """q [n, D] in the draft vocabulary -> [n, V]; ids outside the draft vocabulary have q = 0."""
-    wide = torch.zeros_like(p[:n])
-    if n:
-        ids = drafter.to_target_ids(torch.arange(q.shape[1], device=q.device))
-        wide[:, ids] = q[:n]
-    return wide
+def draft_ids(q: Tensor | None, drafter, vocab_size: int) -> Tensor | None:
+    """[V] id in q [..., D] of each target id, -1 for none; None where there is no q or the ids are the same."""
+    if q is None or q.shape[-1] == vocab_size:
+        return None
+    ids = torch.arange(q.shape[-1], device=q.device)
+    return torch.full((vocab_size,), -1, device=q.device).index_put_((drafter.to_target_ids(ids),), ids)
 
 
 def _pick(logits: Tensor, temperature: float, generator) -> Tensor:

@@ -1,7 +1,8 @@
 """The DSpark drafter: a DFlash backbone fed with the target's hidden states, a Markov head, a confidence head.
 
 Two ways in, one arithmetic: `block_hidden` drafts every anchored block of a packed training row at once, `draft`
-drafts one block while decoding from a cache of committed context. Same block, same logits (tested).
+drafts one block while decoding from a cache of committed context (`draft_batch`: one for each of B requests). Same
+block, same logits (tested).
 
 Shapes: T context tokens, A blocks, L slots fed, n drafts, H hidden, m taps, V target and D draft vocabulary.
 """
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from dspark.config import DSparkConfig
 from dspark.heads import ConfidenceHead, MarkovHead
-from dspark.kernels import block_attention
+from dspark.kernels import block_attention, markov_decode
 from dspark.target import rotate
 
 
 class Draft(NamedTuple):
-    """tokens [n] target ids; q [n, D] draft probabilities (None when greedy); confidence [n] or None."""
+    """tokens [n] target ids; q [n, D] draft probabilities (None when greedy); confidence [n] or None.
+    Of a batch: [B, n], [B, n, D], [B, n]."""
 
     tokens: Tensor
     q: Tensor | None
@@ -27,13 +29,12 @@ class Draft(NamedTuple):
 
 
 class ContextCache:
-    """Keys and values of the committed context, [capacity, Hkv, d] a draft layer. Rejected tokens never enter it."""
+    """Committed context of one request: keys and values [layers, capacity, Hkv, d], a row of storage that it may share
+    with others, [layers, rows, capacity, Hkv, d]. Rejected tokens never enter it."""
 
-    def __init__(self, config: DSparkConfig, capacity: int, dtype, device):
-        shape = (config.num_hidden_layers, capacity, config.num_key_value_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.length = 0
+    def __init__(self, storage: tuple[Tensor, Tensor], row: int):
+        self.storage, self.row, self.length = storage, row, 0
+        self.k, self.v = (part[:, row] for part in storage)
 
 
 class Attention(nn.Module):
@@ -197,9 +198,15 @@ class DSparkDrafter(nn.Module):
 
     # decoding
 
+    def new_caches(self, rows: int, capacity: int) -> list[ContextCache]:
+        """Empty contexts of `rows` requests that can be drafted for together."""
+        config, weight = self.config, self.fc.weight
+        shape = (config.num_hidden_layers, rows, capacity, config.num_key_value_heads, config.head_dim)
+        storage = (weight.new_zeros(shape), weight.new_zeros(shape))
+        return [ContextCache(storage, row) for row in range(rows)]
+
     def new_cache(self, capacity: int) -> ContextCache:
-        weight = self.fc.weight
-        return ContextCache(self.config, capacity, weight.dtype, weight.device)
+        return self.new_caches(1, capacity)[0]
 
     def extend(self, cache: ContextCache, features: Tensor, tokens: Tensor | None = None) -> None:
         """Append committed tokens' target features [S, m*H] to the context. The tokens [S] are for other drafters."""
@@ -213,31 +220,29 @@ class DSparkDrafter(nn.Module):
 
     def draft(self, anchor: Tensor, cache: ContextCache, n: int, temperature=0.0, generator=None) -> Draft:
         """Draft n tokens after the anchor token [1], whose position is cache.length (context covers all before it)."""
-        length = self.config.block_length(n)
-        at = anchor.new_tensor([cache.length])
-        context = [(k[: cache.length], v[: cache.length]) for k, v in zip(cache.k, cache.v, strict=True)]
-        hidden = self._backbone(anchor, at, length, context, at, torch.zeros_like(at))[0]  # [n, H]
-        base = self.lm_head(hidden)  # U [n, D]
-        state = self.markov_head.initial_state(1) if self.markov_head else None
-        previous, tokens, probabilities, embeddings = anchor, [], [], []
-        for k in range(n):
-            logits = base[k : k + 1].float()
-            if self.markov_head:
-                m, state = self.markov_head.step(previous, hidden[k : k + 1], state)
-                embeddings.append(self.markov_head.markov_w1(previous))
-                logits = logits + self.markov_head.bias(m).float()
-            if temperature > 0:
-                probabilities.append((logits / temperature).softmax(-1))
-                choice = torch.multinomial(probabilities[-1], 1, generator=generator)[:, 0]
-            else:
-                choice = logits.argmax(-1)
-            previous = self.to_target_ids(choice)
-            tokens.append(previous)
+        drafts = self.draft_batch(anchor, [cache], n, temperature, generator)
+        return Draft(*(None if part is None else part[0] for part in drafts))
+
+    def draft_batch(
+        self, anchors: Tensor, caches: list[ContextCache], n: int, temperature=0.0, generator=None
+    ) -> Draft:
+        """Draft n tokens for each of B requests in one pass: anchors [B], their contexts from one `new_caches`."""
+        length, storage = self.config.block_length(n), caches[0].storage
+        if any(cache.storage is not storage for cache in caches):
+            raise ValueError("contexts of a batch must come from one call of new_caches")
+        lengths = anchors.new_tensor([cache.length for cache in caches])
+        starts = anchors.new_tensor([cache.row * storage[0].shape[2] for cache in caches])
+        context = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*storage, strict=True)]
+        hidden = self._backbone(anchors, lengths, length, context, starts + lengths, starts)  # [B, n, H]
+        seeds = None
+        if temperature > 0:
+            seeds = torch.randint(2**63 - 1, anchors.shape, generator=generator, device=anchors.device)
+        base = self.lm_head(hidden)  # U [B, n, D]
+        drafted = markov_decode(base, hidden, anchors, self.markov_head, self.d2t, temperature, seeds)
         confidence = None
         if self.confidence_head:
-            w1 = torch.cat(embeddings) if embeddings else None
-            confidence = torch.sigmoid(self.confidence_head(hidden, w1))
-        return Draft(torch.cat(tokens), torch.cat(probabilities) if probabilities else None, confidence)
+            confidence = torch.sigmoid(self.confidence_head(hidden, drafted.embeddings))
+        return Draft(drafted.tokens, drafted.logits.softmax(-1) if temperature > 0 else None, confidence)
 
 
 def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,10 @@ from scipy.stats import chisquare
 from tiny import VOCAB, tiny_config, tiny_drafter, tiny_model, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dspark import decode as decoding
 from dspark.config import DSparkConfig
-from dspark.decode import Answer, answer, confident_prefix, decode, pooled_tau, verify_greedy, verify_sampled
+from dspark.decode import Answer, answer, confident_prefix, decode, draft_ids, pooled_tau, verify_greedy
 from dspark.drafter import Draft, DSparkDrafter
+from dspark.kernels import verify
 from dspark.target import Target
 
 LIKED = torch.tensor([14, 23, 25, 31, 36])  # what the toy target says most: a random drafter is right now and then
@@ -276,18 +276,35 @@ EXACT = {  # p, q over four tokens
 }
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The distributions [V] that following tokens are drawn from, in the order of the draws."""
+    monkeypatch.setenv("DSPARK_KERNELS", "reference")  # which asks searchsorted about the cumulative weights
+    found, search = [], torch.searchsorted
+
+    def recorded(cumulative, at, right):
+        found.extend(cumulative.diff(prepend=torch.zeros_like(cumulative[:, :1])) / cumulative[:, -1:])
+        return search(cumulative, at, right=right)
+
+    monkeypatch.setattr(torch, "searchsorted", recorded)
+    return found
+
+
+def accepted_of(p, q, drafts, uniforms) -> int:
+    """One request: p [n+1, V], q [n, V], drafts [n], a uniform for each draft."""
+    uniforms = torch.tensor([[*uniforms, 0.5]], dtype=torch.float64)
+    return int(verify(p.log()[None], torch.tensor([drafts]), None, 1.0, uniforms, q[None]).accepted)
+
+
 @pytest.mark.parametrize("p, q", EXACT.values(), ids=EXACT)
-def test_accept_plus_residual_is_exactly_the_target(p, q, monkeypatch):
+def test_accept_plus_residual_is_exactly_the_target(p, q, drawn):
     """Sum over drafts (weight q), over the acceptance uniform and over the residual draw: p to rounding."""
     p, q = torch.tensor(p, dtype=torch.float64) / 64, torch.tensor(q, dtype=torch.float64) / 64
     bonus = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    drawn = []
-    monkeypatch.setattr(torch, "multinomial", lambda w, *_, **__: drawn.append(w / w.sum()) or torch.tensor(0))
     emitted, after = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for token in q.nonzero().flatten().tolist():
         for i in range(GRID):
-            monkeypatch.setattr(torch, "rand", lambda n, i=i, **_: torch.full((n,), (i + 0.5) / GRID))
-            accepted, _ = verify_sampled(torch.stack([p, bonus]), q[None], torch.tensor([token]))
+            accepted = accepted_of(torch.stack([p, bonus]), q[None], [token], [(i + 0.5) / GRID])
             weight = q[token] / GRID
             if accepted:
                 emitted[token] += weight
@@ -299,23 +316,20 @@ def test_accept_plus_residual_is_exactly_the_target(p, q, monkeypatch):
     torch.testing.assert_close(after, overlap * bonus, rtol=0, atol=1e-12)  # the bonus is drawn from p's own last row
 
 
-def test_two_drafts_are_exactly_the_targets_joint(monkeypatch):
+def test_two_drafts_are_exactly_the_targets_joint(drawn):
     """Both slots at once, q conditional on the sampled first draft: the joint of two tokens is p's own."""
     f64 = torch.float64
     p1, q1 = torch.tensor([10, 30, 20, 4], dtype=f64) / 64, torch.tensor([32, 16, 8, 8], dtype=f64) / 64
     p2 = torch.tensor([[8, 8, 16, 32], [32, 16, 8, 8], [0, 64, 0, 0], [16, 16, 16, 16]], dtype=f64) / 64
     q2 = torch.tensor([[16, 16, 16, 16], [32, 16, 16, 0], [32, 32, 0, 0], [0, 0, 32, 32]], dtype=f64) / 64
-    uniforms, drawn = [], []
-    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.tensor(uniforms[:n]))
-    monkeypatch.setattr(torch, "multinomial", lambda w, *_, **__: drawn.append(w / w.sum()) or torch.tensor(0))
     joint = torch.zeros(4, 4, dtype=f64)
     steps = [(i + 0.5) / 16 for i in range(16)]  # p / q are multiples of 1 / 16 here
     for a, b in itertools.product(range(4), repeat=2):
         if not q2[a, b]:
             continue
-        for uniforms[:] in itertools.product(steps, repeat=2):
+        for uniforms in itertools.product(steps, repeat=2):
             rows = torch.stack([p1, p2[a], torch.ones(4, dtype=f64)])
-            accepted, _ = verify_sampled(rows, torch.stack([q1, q2[a]]), torch.tensor([a, b]))
+            accepted = accepted_of(rows, torch.stack([q1, q2[a]]), [a, b], uniforms)
             weight = q1[a] * q2[a, b] / 256
             if accepted == 0:
                 joint += weight * drawn[-1][:, None] * p2  # the target goes on by itself
@@ -326,22 +340,23 @@ def test_two_drafts_are_exactly_the_targets_joint(monkeypatch):
     torch.testing.assert_close(joint, p1[:, None] * p2, rtol=0, atol=1e-12)
 
 
-def test_a_pruned_q_is_scattered_to_target_ids(toy):
+def test_a_pruned_q_is_read_by_target_ids(toy):
     """Pitfall 43: V = 10, D = 4, much of the target's mass outside the kept ids; draws within 3 sigma."""
     ids = torch.tensor([1, 4, 5, 9])
     drafter = tiny_drafter(toy, draft_ids=ids)
-    q = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
-    p = torch.rand(3, VOCAB, generator=torch.Generator().manual_seed(0)).pow(3)
+    q = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    to_draft = draft_ids(q, drafter, VOCAB)
+    assert to_draft[ids].tolist() == [0, 1, 2, 3] and (to_draft >= 0).sum() == 4
+    p = torch.rand(2, VOCAB, generator=torch.Generator().manual_seed(0)).pow(3)
     p[:, 10:] = 0
     p = p / p.sum(-1, keepdim=True)
-    wide = decoding._in_target_ids(q, 2, drafter, p)
-    assert torch.equal(wide[:, ids], q) and float(wide.sum()) == pytest.approx(2)
     draws, generator = 8_000, torch.Generator().manual_seed(1)
-    drafts = torch.multinomial(q[0], draws, True, generator=generator)
-    counts = torch.zeros(VOCAB)
-    for token in ids[drafts].split(1):
-        accepted, following = verify_sampled(p[:2], wide[:1], token, generator)
-        counts[int(token) if accepted else following] += 1
+    drafts = ids[torch.multinomial(q[0], draws, True, generator=generator)][:, None]
+    uniforms = torch.rand(draws, 2, generator=generator)
+    many = p.log().expand(draws, 2, VOCAB), drafts, None, 1.0, uniforms, q.expand(draws, 1, 4), to_draft
+    accepted, following = verify(*many)
+    emitted = torch.where(accepted == 1, drafts[:, 0], following)
+    counts = torch.bincount(emitted, minlength=VOCAB)
     sigma = (draws * p[0] * (1 - p[0])).sqrt()
     assert ((counts - draws * p[0]).abs() <= 3 * sigma).all()
     assert counts.sum() - counts[ids].sum() > 0.3 * draws  # the residual emitted tokens that no draft could be

@@ -104,6 +104,34 @@ def test_sampled_drafts_come_from_the_q_they_state(toy):
     assert ((counts - draws * q).abs() < 4 * spread + 1).all()
 
 
+@pytest.mark.parametrize("variant", ["anchor-first", "rnn fill-in", "sliding fill-in", "pruned", "no heads"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_requests_drafted_together_are_drafted_as_if_alone(toy, variant, temperature):
+    """Ragged contexts in rows of one storage, in any order, with NaN wherever nothing was committed."""
+    drafter, row, n = tiny_drafter(toy, **VARIANTS[variant]), packed_row([12]), 3
+    caches, lengths = drafter.new_caches(5, 12), {3: 11, 0: 4, 1: 0, 4: 7}  # row 2 is nobody's
+    for part in caches[0].storage:
+        part.fill_(torch.nan)
+    for at, length in lengths.items():
+        drafter.extend(caches[at], row.features[:length])
+    anchors = row.tokens[list(lengths.values())]
+    together = drafter.draft_batch(
+        anchors, [caches[at] for at in lengths], n, temperature, torch.Generator().manual_seed(5)
+    )
+    generator = torch.Generator().manual_seed(5)
+    for i, length in enumerate(lengths.values()):
+        cache = drafter.new_cache(12)
+        drafter.extend(cache, row.features[:length])
+        alone = drafter.draft(anchors[i : i + 1], cache, n, temperature, generator)
+        assert together.tokens[i].tolist() == alone.tokens.tolist()
+        for batch, one in zip(together[1:], alone[1:], strict=True):
+            assert (batch is None) == (one is None)
+            if one is not None:
+                torch.testing.assert_close(batch[i], one, **TIGHT)
+    with pytest.raises(ValueError, match="one call of new_caches"):
+        drafter.draft_batch(anchors[:2], [caches[0], drafter.new_cache(12)], n)
+
+
 # ---- layout (pitfalls 1, 3, 8, 53, 54)
 
 

@@ -10,9 +10,14 @@ import os
 
 import torch
 
-from dspark.kernels import acceptance_loss_reference, block_attention_reference
+from dspark.kernels import (
+    acceptance_loss_reference,
+    block_attention_reference,
+    markov_decode_reference,
+    verify_reference,
+)
 
-__all__ = ["acceptance_loss", "block_attention", "runs_triton"]
+__all__ = ["acceptance_loss", "block_attention", "markov_decode", "runs_triton", "verify"]
 
 
 @torch.compiler.assume_constant_result  # read when a compiled function is traced
@@ -40,3 +45,19 @@ def block_attention(q, *args, **options):
     if runs_triton(q.device.type):
         from dspark.kernels import block_attention_triton as chosen
     return chosen.block_attention(q, *args, **options)
+
+
+@functools.wraps(markov_decode_reference.markov_decode)
+def markov_decode(base, *args, **options):
+    chosen = markov_decode_reference
+    if runs_triton(base.device.type):
+        from dspark.kernels import markov_decode_triton as chosen
+    return chosen.markov_decode(base, *args, **options)
+
+
+@functools.wraps(verify_reference.verify)
+def verify(logits, *args, **options):
+    chosen = verify_reference
+    if runs_triton(logits.device.type):
+        from dspark.kernels import verify_triton as chosen
+    return chosen.verify(logits, *args, **options)

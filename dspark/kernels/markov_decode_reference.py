@@ -1,0 +1,62 @@
+"""Markov decode, the PyTorch reference: a block's tokens, left to right, each biased by the token before it.
+
+logits_k = U_k + B(x_{k-1}), x_0 the anchor; x_k = argmax logits_k, or a draw from q_k = softmax(logits_k / T) as
+argmax (logits_k / T + g), g Gumbel noise (DSpark paper, section 3.1). Shapes: B requests, n drafts, H hidden, r Markov
+rank, V target and D draft vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class MarkovDraft(NamedTuple):
+    """tokens [B, n] target ids; chosen [B, n] their logits; logits [B, n, D] all of them over the temperature, of which
+    q is the softmax (None when greedy); both float32. embeddings [B, n, r]: W1[x_{k-1}], None without a head."""
+
+    tokens: Tensor
+    chosen: Tensor
+    logits: Tensor | None
+    embeddings: Tensor | None
+
+
+def markov_decode(
+    base: Tensor,
+    hidden: Tensor,
+    anchors: Tensor,
+    head,
+    d2t: Tensor | None = None,
+    temperature: float = 0.0,
+    seeds: Tensor | None = None,
+    candidates: int | None = None,
+) -> MarkovDraft:
+    """base logits U [B, n, D] and hidden states [B, n, H] of the slots, anchors [B] target ids -> MarkovDraft.
+
+    head: a dspark.heads.MarkovHead, or None for U alone; d2t [D]: offsets from draft to target ids, None where they are
+    the same. temperature 0 is greedy, the lowest id winning ties; above 0 each request draws by its own seed, seeds [B]
+    int64. candidates: bias and choose among that many likeliest tokens of U_k only.
+    """
+    if candidates is not None:
+        likely = base.topk(candidates, -1)
+        base = torch.full_like(base, float("-inf")).scatter_(-1, likely.indices, likely.values)
+    generators = [torch.Generator(base.device).manual_seed(seed) for seed in seeds.tolist()] if temperature > 0 else []
+    state = head.initial_state(len(anchors)) if head else None
+    previous, tokens, chosen, kept, embeddings = anchors, [], [], [], []
+    for k in range(base.shape[1]):
+        logits = base[:, k].float()
+        if head:
+            embeddings.append(head.markov_w1(previous))
+            m, state = head.step(previous, hidden[:, k], state)
+            logits = logits + head.bias(m).float()
+        score = logits
+        if temperature > 0:
+            kept.append(logits / temperature)
+            noise = [torch.empty_like(logits[0]).exponential_(generator=generator) for generator in generators]
+            score = kept[-1] - torch.stack(noise).log_()
+        choice = score.argmax(-1)
+        chosen.append(logits.gather(1, choice[:, None]))
+        previous = choice if d2t is None else choice + d2t[choice]
+        tokens.append(previous)
+    every = (torch.stack(part, 1) if part else None for part in (kept, embeddings))
+    return MarkovDraft(torch.stack(tokens, 1), torch.cat(chosen, 1), *every)
