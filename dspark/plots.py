@@ -12,7 +12,7 @@ A figure shows one setting (`SETTING`); select the rows first:
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -122,8 +122,10 @@ def save(plot: Plot, name: str, folder: str | Path, meta: dict) -> list[Path]:
 
 
 @mpl.rc_context(STYLE)
-def speedup_vs_n(table: pd.DataFrame) -> Plot:
+def speedup_vs_n(table: pd.DataFrame, published: pd.DataFrame | None = None) -> Plot:
     """Mean speedup of the benchmarks against n for each drafter, with its 95% band; n = 3 and 7 carry values.
+
+    published: means of others' benchmarks (target, drafter, n, speedup, source) to draw hollow beside the measured.
 
     The band treats the B benchmarks as independent: half-width = sqrt(sum_b half_b^2) / B, half_b from the
     bootstrap interval of benchmark b.
@@ -134,7 +136,7 @@ def speedup_vs_n(table: pd.DataFrame) -> Plot:
     mean = speedup.mean(axis=1, skipna=False)
     data = pd.DataFrame({"speedup": mean, "speedup_low": mean - half, "speedup_high": mean + half})
     data = data.reset_index()
-    figure = _against_n(data, "speedup", f"Speedup\n(mean of {_sets(table)})", "{:.2f}×")
+    figure = _against_n(data, "speedup", f"Speedup\n(mean of {_sets(table)})", "{:.2f}×", published)
     bars = (
         "95% interval of the mean: half-width sqrt(sum of squared half-widths) / benchmarks, from each "
         "benchmark's bootstrap over prompts, the benchmarks treated as independent"
@@ -143,21 +145,24 @@ def speedup_vs_n(table: pd.DataFrame) -> Plot:
         f"Speedup against the number of speculative tokens n: unweighted mean of the per-benchmark "
         f"speedups ({_scope(how)}). {_SPEEDUP} Band: {bars}. {_GAP}"
     )
-    return Plot(figure, data, caption, {"error_bars": bars, **how})
+    return _with_published(Plot(figure, data, caption, {"error_bars": bars, **how}), published)
 
 
 @mpl.rc_context(STYLE)
-def accepted_length_vs_n(table: pd.DataFrame) -> Plot:
-    """Accepted length tau against n for each drafter: mean of the benchmarks, each pooled over its steps."""
+def accepted_length_vs_n(table: pd.DataFrame, published: pd.DataFrame | None = None) -> Plot:
+    """Accepted length tau against n for each drafter: mean of the benchmarks, each pooled over its steps.
+
+    published: as for `speedup_vs_n`, with tau.
+    """
     how = _check(table, "tau")
     data = _by_benchmark(table, "tau").mean(axis=1, skipna=False).rename("tau").reset_index()
-    figure = _against_n(data, "tau", f"Accepted length τ\n(mean of {_sets(table)})", "{:.2f}")
+    figure = _against_n(data, "tau", f"Accepted length τ\n(mean of {_sets(table)})", "{:.2f}", published)
     caption = (
         f"Accepted length tau (tokens per verification step, bonus included) against the number of "
         f"speculative tokens n: unweighted mean of the benchmarks, each its total tokens over total "
         f"steps ({_scope(how)}). {_GAP}"
     )
-    return Plot(figure, data, caption, {"error_bars": "none", **how})
+    return _with_published(Plot(figure, data, caption, {"error_bars": "none", **how}), published)
 
 
 @mpl.rc_context(STYLE)
@@ -351,17 +356,41 @@ def _lines(ax, data: pd.DataFrame, x: str, y: str) -> None:
             ax.vlines(*band, color=style["color"], alpha=0.4, linewidth=0.8)  # a lone point fills no width
 
 
-def _against_n(data: pd.DataFrame, column: str, label: str, form: str) -> Figure:
+def _against_n(data: pd.DataFrame, column: str, label: str, form: str, published: pd.DataFrame | None) -> Figure:
     """One column wide: `column` against n for each drafter, over the autoregressive line at 1."""
     figure = Figure((COLUMN, 2.4))  # outside pyplot: nothing global to close, no second picture in a notebook
     ax = figure.subplots()
     ax.axhline(1, **DRAFTER_STYLE["autoregressive"])
     _lines(ax, data, "n", column)
-    n = data["n"].unique()
+    n = sorted(data["n"].unique())
+    if published is not None:
+        _hollow(ax, published, column)
+        n = sorted({*n, *published["n"]})
     ax.set(xlabel="Speculative tokens $n$", ylabel=label, xticks=n, xlim=(min(n) - 0.4, max(n) + 0.4))
     _mark_values(ax, data, column, form)
     _legend(figure, ax)
     return figure
+
+
+def _hollow(ax, published: pd.DataFrame, column: str) -> None:
+    """Published points, told apart from measured ones by hollow markers, paler lines and their own legend entries."""
+    for (target, drafter), line in published.groupby(["target", "drafter"], sort=False):
+        style = DRAFTER_STYLE[drafter]
+        label = f"{style['label']}, published ({target})"
+        line = line.sort_values("n")
+        pale = {"linestyle": (0, (1, 2)), "linewidth": 0.7, "alpha": 0.6, "markersize": 5, "markerfacecolor": "none"}
+        ax.plot(line["n"], line[column], color=style["color"], marker=style["marker"], label=label, **pale)
+
+
+def _with_published(plot: Plot, published: pd.DataFrame | None) -> Plot:
+    """The plot with what was drawn hollow in its data (`source`: measured, or the publication) and its caption."""
+    if published is None:
+        return plot
+    columns = [*plot.data.columns.intersection(published.columns), "target", "source"]
+    measured = plot.data.assign(target=plot.how["setting"]["target"], source="measured")
+    data = pd.concat([measured, published[columns]], ignore_index=True)
+    told = f" Hollow: published, not measured here ({'; '.join(sorted(set(published['source'])))}); other targets."
+    return replace(plot, data=data, caption=plot.caption + told)
 
 
 def _mark_values(ax, data: pd.DataFrame, column: str, form: str) -> None:
@@ -392,5 +421,6 @@ def _mark_values(ax, data: pd.DataFrame, column: str, form: str) -> None:
 
 def _legend(figure: Figure, ax) -> None:
     """Above the axes, so that it never covers data."""
-    ncols = 6 if figure.get_figwidth() > COLUMN else 3
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=ncols)
+    handles, labels = ax.get_legend_handles_labels()
+    ncols = 6 if figure.get_figwidth() > COLUMN else 3 if max(map(len, labels)) < 20 else 2
+    figure.legend(handles, labels, loc="outside upper center", ncols=ncols)

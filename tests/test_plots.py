@@ -14,7 +14,7 @@ import pytest
 from matplotlib.image import imread
 from numpy.testing import assert_allclose
 
-from dspark import plots
+from dspark import plots, tables
 
 META = {"commit": "0123abc", "clean": True, "device": "cpu", "seed": 0, "packages": {"torch": "2.13.0"}}
 
@@ -22,29 +22,43 @@ META = {"commit": "0123abc", "clean": True, "device": "cpu", "seed": 0, "package
 def row(drafter, benchmark, n, speedup=1.0, half=0.0, accept=(), **other):
     """One cell with the columns of n_sweep.csv that the figures read; tau follows from the acceptances."""
     return {
-        "profile": "test", "engine": "dspark", "target": "toy", "drafter": drafter, "benchmark": benchmark,
-        "n": n, "temperature": 0.0, "concurrency": 1, "seed": 0, "dtype": "bfloat16",
-        "prompts": 32, "tau": 1 + sum(accept),
+        "profile": "test",
+        "engine": "dspark",
+        "target": "toy",
+        "drafter": drafter,
+        "benchmark": benchmark,
+        "n": n,
+        "temperature": 0.0,
+        "concurrency": 1,
+        "seed": 0,
+        "dtype": "bfloat16",
+        "prompts": 32,
+        "tau": 1 + sum(accept),
         **{f"accept_pos_{k}": accept[k - 1] if k <= len(accept) else np.nan for k in range(1, 9)},
-        "speedup": speedup, "speedup_low": speedup - half, "speedup_high": speedup + half, **other,
+        "speedup": speedup,
+        "speedup_low": speedup - half,
+        "speedup_high": speedup + half,
+        **other,
     }
 
 
 @pytest.fixture
 def table():
     """Two drafters on two of the project's own sets at n = 3 and 7, and the baseline."""
-    return pd.DataFrame([
-        row("autoregressive", "own-gsm8k", 0),
-        row("autoregressive", "own-aime", 0),
-        row("prompt-lookup", "own-gsm8k", 3, 1.1, 0.1, (0.2, 0.0, 0.0)),
-        row("prompt-lookup", "own-aime", 3, 0.9, 0.1, (0.1, 0.0, 0.0)),
-        row("prompt-lookup", "own-gsm8k", 7, 1.0, 0.1, (0.2,) + (0.0,) * 6),
-        row("prompt-lookup", "own-aime", 7, 0.8, 0.1, (0.1,) + (0.0,) * 6),
-        row("dspark", "own-gsm8k", 3, 2.0, 0.3, (0.8, 0.6, 0.4)),
-        row("dspark", "own-aime", 3, 1.5, 0.4, (0.6, 0.3, 0.1)),
-        row("dspark", "own-gsm8k", 7, 2.4, 0.3, (0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1)),
-        row("dspark", "own-aime", 7, 1.4, 0.4, (0.6, 0.3, 0.1, 0.1, 0.0, 0.0, 0.0)),
-    ])
+    return pd.DataFrame(
+        [
+            row("autoregressive", "own-gsm8k", 0),
+            row("autoregressive", "own-aime", 0),
+            row("prompt-lookup", "own-gsm8k", 3, 1.1, 0.1, (0.2, 0.0, 0.0)),
+            row("prompt-lookup", "own-aime", 3, 0.9, 0.1, (0.1, 0.0, 0.0)),
+            row("prompt-lookup", "own-gsm8k", 7, 1.0, 0.1, (0.2,) + (0.0,) * 6),
+            row("prompt-lookup", "own-aime", 7, 0.8, 0.1, (0.1,) + (0.0,) * 6),
+            row("dspark", "own-gsm8k", 3, 2.0, 0.3, (0.8, 0.6, 0.4)),
+            row("dspark", "own-aime", 3, 1.5, 0.4, (0.6, 0.3, 0.1)),
+            row("dspark", "own-gsm8k", 7, 2.4, 0.3, (0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1)),
+            row("dspark", "own-aime", 7, 1.4, 0.4, (0.6, 0.3, 0.1, 0.1, 0.0, 0.0, 0.0)),
+        ]
+    )
 
 
 def texts(figure):
@@ -73,6 +87,34 @@ def test_speedup_is_the_unweighted_mean_with_a_band_of_independent_benchmarks(ta
     assert "independent" in plot.how["error_bars"] and "own-aime 32" in plot.caption
     top = max(axes.get_ylim())
     assert all(t.get_position()[1] < top for t in axes.texts), "a value is written outside the axes"
+
+
+def test_published_points_are_hollow_and_named_apart_from_measured_ones(table):
+    published = tables.published_speedup(("Kimi-K2.6",)).query("benchmark == 'mean of 6'")
+    bare, plot = plots.speedup_vs_n(table), plots.speedup_vs_n(table, published)
+    measured = plot.data[plot.data["source"] == "measured"]
+    pd.testing.assert_frame_equal(measured[bare.data.columns], bare.data)
+    theirs = plot.data[plot.data["source"] == "release post"].set_index(["drafter", "n"])["speedup"]
+    assert theirs.to_dict() == {
+        ("dspark", 3): 2.17, ("dspark", 7): 2.55, ("eagle3-mla", 3): 2.01, ("eagle3-mla", 7): 2.01
+    }  # fmt: skip
+    lines = {line.get_label(): line for line in plot.figure.axes[0].lines}
+    theirs, ours = lines["DSpark, published (Kimi-K2.6)"], lines["DSpark"]
+    assert_allclose(theirs.get_data(), [[3, 7], [2.17, 2.55]])
+    assert_allclose(ours.get_data(), [[3, 7], [1.75, 1.9]])
+    assert theirs.get_markerfacecolor() == "none" != ours.get_markerfacecolor()
+    assert theirs.get_color() == ours.get_color() and theirs.get_linestyle() != ours.get_linestyle()
+    assert max(plot.figure.axes[0].get_ylim()) > 2.55
+    assert "published, not measured here (release post)" in plot.caption and "Hollow" not in bare.caption
+    entries = [text.get_text() for text in plot.figure.legends[0].get_texts()]
+    assert "DSpark, published (Kimi-K2.6)" in entries and "DSpark" in entries
+
+
+def test_published_accepted_lengths_widen_the_axis(table):
+    published = tables.published_tau().query("benchmark == 'mean of 6'").assign(n=9)
+    plot = plots.accepted_length_vs_n(table, published)
+    assert_allclose(plot.data["tau"].iloc[-1], 3.0278, atol=1e-4)
+    assert max(plot.figure.axes[0].get_xlim()) > 9
 
 
 def test_speedup_band_uses_the_intervals_of_the_table_even_where_they_are_lopsided(table):
@@ -151,28 +193,44 @@ def test_written_values_never_cover_each_other_or_a_marked_point(spacing):
     assert all(inside.y0 < box.y0 and box.y1 < inside.y1 for box in boxes)
 
 
-FIGURES = [plots.speedup_vs_n, plots.accepted_length_vs_n, plots.benchmark_bars,
-           lambda table: plots.acceptance_by_position(table, 3)]
+FIGURES = [
+    plots.speedup_vs_n,
+    plots.accepted_length_vs_n,
+    plots.benchmark_bars,
+    lambda table: plots.acceptance_by_position(table, 3),
+]
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-@pytest.mark.parametrize(("column", "other"), [("engine", "vllm"), ("target", "other"), ("temperature", 1.0),
-                                               ("concurrency", 8), ("seed", 1), ("profile", "smoke")])
+@pytest.mark.parametrize(
+    ("column", "other"),
+    [
+        ("engine", "vllm"),
+        ("target", "other"),
+        ("temperature", 1.0),
+        ("concurrency", 8),
+        ("seed", 1),
+        ("profile", "smoke"),
+    ],
+)
 def test_mixed_settings_are_refused_by_name(table, figure, column, other):
     both = pd.concat([table, table.assign(**{column: other})])
     with pytest.raises(ValueError, match=f"one figure shows one {column}, the table holds"):
         figure(both)
 
 
-@pytest.mark.parametrize(("spoil", "message"), [
-    (lambda t: t.drop(columns="speedup_low"), "no column 'speedup_low'"),
-    (lambda t: t.replace({"drafter": {"dspark": "medusa"}}), "'medusa' has no style"),
-    (lambda t: pd.concat([t, t.tail(1)]), "two rows for {'drafter': 'dspark', .*'n': 7}"),
-    (lambda t: t[t["drafter"] == "autoregressive"], "no row of a drafter"),
-    (lambda t: t.head(0), "no row of a drafter"),
-    (lambda t: t[t["n"] != 3], r"no rows with n=3, only n=\[7\]"),
-    (lambda t: t.assign(prompts=range(len(t))), "'own-gsm8k' was run with different numbers of prompts"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: t.drop(columns="speedup_low"), "no column 'speedup_low'"),
+        (lambda t: t.replace({"drafter": {"dspark": "medusa"}}), "'medusa' has no style"),
+        (lambda t: pd.concat([t, t.tail(1)]), "two rows for {'drafter': 'dspark', .*'n': 7}"),
+        (lambda t: t[t["drafter"] == "autoregressive"], "no row of a drafter"),
+        (lambda t: t.head(0), "no row of a drafter"),
+        (lambda t: t[t["n"] != 3], r"no rows with n=3, only n=\[7\]"),
+        (lambda t: t.assign(prompts=range(len(t))), "'own-gsm8k' was run with different numbers of prompts"),
+    ],
+)
 def test_tables_that_cannot_be_drawn_are_refused(table, spoil, message):
     with pytest.raises(ValueError, match=message):
         plots.benchmark_bars(spoil(table))
@@ -199,8 +257,15 @@ def test_save_writes_four_files_of_what_is_drawn(table, tmp_path):
     record = json.loads(how.read_text())
     assert record["run"] == META and record["caption"] == plot.caption
     assert record["prompts"] == {"own-gsm8k": 32, "own-aime": 32}
-    assert record["setting"] == {"profile": "test", "engine": "dspark", "target": "toy", "temperature": 0.0,
-                                 "concurrency": 1, "seed": 0, "dtype": "bfloat16"}
+    assert record["setting"] == {
+        "profile": "test",
+        "engine": "dspark",
+        "target": "toy",
+        "temperature": 0.0,
+        "concurrency": 1,
+        "seed": 0,
+        "dtype": "bfloat16",
+    }
     assert "independent" in record["error_bars"]
     assert b"CreationDate" not in pdf.read_bytes()
 
@@ -259,11 +324,14 @@ def test_block_mask_colours_context_own_block_and_hidden_keys():
     assert axes.get_ylim() == (4, 0)  # the first query on top
 
 
-@pytest.mark.parametrize(("mask", "labels"), [
-    (np.ones((2, 3)), (["a", "b"], ["x", "y", "z"])),
-    (np.ones((2, 3), bool), (["a", "b"], ["x", "y"])),
-    (np.ones((3, 2), bool), (["a", "b", "c"], ["x", "y"])),
-])
+@pytest.mark.parametrize(
+    ("mask", "labels"),
+    [
+        (np.ones((2, 3)), (["a", "b"], ["x", "y", "z"])),
+        (np.ones((2, 3), bool), (["a", "b"], ["x", "y"])),
+        (np.ones((3, 2), bool), (["a", "b", "c"], ["x", "y"])),
+    ],
+)
 def test_block_mask_refuses_what_is_no_mask(mask, labels):
     with pytest.raises(ValueError, match="mask must be bool"):
         plots.block_mask(mask, labels, "wrong")
