@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +16,38 @@ from dspark.paths import PROMPTS
 from dspark.selfwrite import split_of
 from dspark.target import Target
 
-BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-# name -> (hub dataset, config, split, the row's text, does the usual instruction follow)
+BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+_FUNCTION = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+_CONTEST = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
+    "for the program\n\n### Question:\n{}\n\n### Format: {}\n```python\n{}\n```\n\n### Answer: (use the provided "
+    "format with backticks)"
+)  # LiveCodeBench's own
+
+
+class Benchmark(NamedTuple):
+    """Where the hub has a benchmark, and how a row becomes a prompt. answer: the column of maths sets' results."""
+
+    datasets: tuple[str, ...]
+    config: str | None
+    split: str
+    text: str  # the column with the question
+    template: str = "{}"
+    answer: str | None = None
+
+
 BENCHMARKS = {
-    "GSM8K": ("openai/gsm8k", "main", "test", "question", True),
-    "MATH500": ("HuggingFaceH4/MATH-500", None, "test", "problem", True),
-    "AIME": ("MathArena/aime_2025", None, "train", "problem", True),
-    "HumanEval": ("openai/openai_humaneval", None, "test", "prompt", False),
-    "LiveCodeBench": ("livecodebench/code_generation_lite", None, "test", "question_content", False),
-    "SPEED-Bench Coding": ("nvidia/SPEED-Bench", "qualitative", "test", "turns", False),
+    "GSM8K": Benchmark(("openai/gsm8k",), "main", "test", "question", BOXED, "answer"),
+    "MATH500": Benchmark(("HuggingFaceH4/MATH-500",), None, "test", "problem", BOXED, "answer"),
+    "AIME": Benchmark(("MathArena/aime_2025", "MathArena/aime_2026"), None, "train", "problem", BOXED, "answer"),
+    "HumanEval": Benchmark(("openai/openai_humaneval",), None, "test", "prompt", _FUNCTION),
+    "LiveCodeBench": Benchmark(("livecodebench/code_generation_lite",), None, "test", "question_content", _CONTEST),
+    "SPEED-Bench Coding": Benchmark(("nvidia/SPEED-Bench",), "qualitative", "test", "turns"),
 }
 OWN_SETS = ("own-gsm8k", "own-math500", "own-aime", "own-humaneval", "own-livecodebench", "own-speed-coding")
 _FILES = {"AIME": "aime25", "SPEED-Bench Coding": "speed-coding"}  # file names that are not the name in lower case
+_MORE_FILES = {"AIME": ("aime26.jsonl",)}  # read after the first where they are there
 
 
 @dataclass(frozen=True)
@@ -153,11 +174,15 @@ def frequent_ids(samples: list[Sample], size: int, always: frozenset[int] = froz
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of one benchmark, with what is needed to say later exactly which they were."""
+    """Prompts of one benchmark, with what is needed to say later exactly which they were.
+
+    answers: the results that the maths sets state, one a prompt, where they are known.
+    """
 
     benchmark: str
     prompts: tuple[str, ...]
-    source: str  # "own", a folder's file name, or hub dataset@revision
+    source: str  # "own", a folder's file names, or hub dataset@revision
+    answers: tuple[str | None, ...] = ()
 
     @property
     def hash(self) -> str:
@@ -165,16 +190,21 @@ class PromptSet:
 
 
 def load_prompts(benchmark: str, count: int, folder: Path | None = None, revision: str | None = None) -> PromptSet:
-    """The first `count` prompts of an own set, of a file in `folder` (JSONL rows with `turns`), or of the hub."""
+    """The first `count` prompts of an own set, of a file in `folder` (JSONL rows with `turns`), or of the hub.
+
+    A row of a file may have an `answer`. revision: of the hub datasets, one for all, or `dataset@revision,...`.
+    """
     if benchmark in OWN_SETS:
-        return _from_file(benchmark, PROMPTS / f"{benchmark}.jsonl", count, "own")
+        return _from_files(benchmark, [PROMPTS / f"{benchmark}.jsonl"], count, "own")
     if benchmark not in BENCHMARKS:
         raise ValueError(f"benchmark {benchmark!r} is unknown: one of {', '.join((*OWN_SETS, *BENCHMARKS))}")
     if folder is not None:
         path = Path(folder) / benchmark_file(benchmark)
         if not path.exists():
             raise FileNotFoundError(f"{benchmark}: no {path.name} in the benchmark folder")
-        return _from_file(benchmark, path, count, path.name)
+        more = [path.parent / name for name in _MORE_FILES.get(benchmark, ())]
+        paths = [path, *(file for file in more if file.exists())]
+        return _from_files(benchmark, paths, count, "+".join(file.name for file in paths))
     return _from_hub(benchmark, count, revision)
 
 
@@ -183,12 +213,16 @@ def benchmark_file(benchmark: str) -> str:
     return _FILES.get(benchmark, benchmark.lower()) + ".jsonl"
 
 
-def _from_file(benchmark: str, path: Path, count: int, source: str) -> PromptSet:
-    rows = read_jsonl(path)
-    bad = next((i for i, row in enumerate(rows, 1) if not _is_turns(row.get("turns"))), None)
-    if bad:
-        raise ValueError(f"{path.name} row {bad}: 'turns' must be a non-empty list of texts")
-    return PromptSet(benchmark, tuple(row["turns"][0] for row in rows[:count]), source)
+def _from_files(benchmark: str, paths: list[Path], count: int, source: str) -> PromptSet:
+    rows = []
+    for path in paths:
+        for number, row in enumerate(read_jsonl(path), 1):
+            if not _is_turns(row.get("turns")):
+                raise ValueError(f"{path.name} row {number}: 'turns' must be a non-empty list of texts")
+            rows.append(row)
+    rows = rows[:count]
+    answers = tuple(None if row.get("answer") is None else str(row["answer"]) for row in rows)
+    return PromptSet(benchmark, tuple(row["turns"][0] for row in rows), source, answers if any(answers) else ())
 
 
 def _is_turns(turns) -> bool:
@@ -199,17 +233,41 @@ def _from_hub(benchmark: str, count: int, revision: str | None) -> PromptSet:
     from datasets import load_dataset
     from huggingface_hub import HfApi
 
-    name, config, split, field, boxed = BENCHMARKS[benchmark]
-    try:
-        resolved = HfApi().dataset_info(name, revision=revision).sha
-        if benchmark == "LiveCodeBench":  # a script dataset: read its files directly
-            rows = load_dataset("json", data_files=f"hf://datasets/{name}@{resolved}/test*.jsonl", split="train")
-        else:
-            rows = load_dataset(name, config, split=split, revision=resolved)
-    except Exception as error:  # the hub's client raises many kinds; all mean the same to the user
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OSError(f"{benchmark}: {name} is not reachable on the hub ({reason}); use --benchmarks DIR") from error
+    where, rows, sources = BENCHMARKS[benchmark], [], []
+    for name in where.datasets:
+        try:
+            resolved = HfApi().dataset_info(name, revision=revision_of(name, revision)).sha
+            if benchmark == "LiveCodeBench":  # a script dataset: read its files directly
+                found = load_dataset("json", data_files=f"hf://datasets/{name}@{resolved}/test*.jsonl", split="train")
+            else:
+                found = load_dataset(name, where.config, split=where.split, revision=resolved)
+        except Exception as error:  # the hub's client raises many kinds; all mean the same to the user
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise OSError(
+                f"{benchmark}: {name} is not reachable on the hub ({reason}); use --benchmarks DIR"
+            ) from error
+        sources.append(f"{name}@{resolved}")
+        if benchmark == "SPEED-Bench Coding":
+            found = found.filter(lambda row: row["category"] == "coding")
+        rows += found.select(range(min(count - len(rows), len(found))))
+    prompts = tuple(render(benchmark, row) for row in rows)
+    answers = tuple(str(row[where.answer]) for row in rows) if where.answer else ()
+    return PromptSet(benchmark, prompts, "+".join(sources), answers)
+
+
+def revision_of(dataset: str, revision: str | None) -> str | None:
+    """What `revision` says of one dataset: the plain revision, or the one of its `dataset@revision`."""
+    stated = dict(item.rsplit("@", 1) for item in (revision or "").split(",") if "@" in item)
+    return stated.get(dataset) if stated else revision or None
+
+
+def render(benchmark: str, row: dict) -> str:
+    """The prompt of a row of a public benchmark, worded as the field words it (design: section 6)."""
+    where = BENCHMARKS[benchmark]
     if benchmark == "SPEED-Bench Coding":
-        rows = rows.filter(lambda row: row["category"] == "coding")
-    texts = (row[field][0] if field == "turns" else row[field] for row in rows.select(range(min(count, len(rows)))))
-    return PromptSet(benchmark, tuple(text + BOXED if boxed else text for text in texts), f"{name}@{resolved}")
+        return row["turns"][0]
+    if benchmark == "LiveCodeBench":
+        code = row.get("starter_code")
+        form = "Use the following code structure:" if code else "Write your code in the following format:"
+        return _CONTEST.format(row[where.text], form, code or "# YOUR CODE HERE")
+    return where.template.format(row[where.text])

@@ -1,12 +1,14 @@
-"""The n-sweep: drafter x benchmark x n on one target, losslessness checked, into one tidy table.
+"""The n-sweep: engine x drafter x benchmark x n on one target, losslessness checked, into one tidy table.
 
 Prompt by prompt, the autoregressive baseline (n = 0) and every drafter and n run one after the other, so that a slow
 minute of the machine slows all of them. Each measured cell keeps the baseline that ran beside it; `records.jsonl`
-holds them, and a rerun measures only what is missing.
+holds them, and a rerun measures only what is missing. The engine `vllm` (dspark.vllm_engine) answers the same prompts
+through vLLM's server.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -22,7 +24,8 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from dspark import __version__, checkpoint
+from dspark import __version__, baselines
+from dspark.answers import is_correct
 from dspark.data import BENCHMARKS, OWN_SETS, benchmark_file, load_prompts, read_jsonl
 from dspark.decode import answer
 from dspark.paths import DATA, ROOT
@@ -34,6 +37,7 @@ MAX_POSITIONS = 8  # accept_pos columns
 # of its two top logits by up to 4 such spacings against float32. Hence 1/32, 6 spacings. Measured on one answer of 67
 # tokens, after 1/64 had refused one of 336 answers by a hair (gap 0.375, limit 0.369).
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-5}
+ENGINES = ("dspark", "vllm")
 COMMITTED_DRAFTER = DATA / "drafters" / "smollm2-135m-dspark"
 
 
@@ -51,8 +55,14 @@ class SweepConfig:
     seed: int = 0
     benchmark_folder: str = ""  # JSONL files instead of the hub
     revision: str = ""  # of the hub datasets; empty: newest, and the resolved one is recorded
+    engine: str = "dspark"
+    thinking: bool | None = None  # what the chat template is told; None: nothing, its default
+    n_of: dict[str, tuple[int, ...]] = field(default_factory=dict)  # drafters that draft other n than n_values
+    vllm_args: str = ""  # further arguments of vLLM's server
 
     def __post_init__(self):
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine = {self.engine!r}: one of {', '.join(ENGINES)}")
         if self.dtype not in NEAR_TIE:
             raise ValueError(f"dtype = {self.dtype!r}: one of {sorted(NEAR_TIE)}")
         if self.prompts < 1 or self.max_new_tokens < 2 or not self.n_values or min(self.n_values) < 1:
@@ -61,10 +71,20 @@ class SweepConfig:
     def cell(self, drafter: str, benchmark: str, n: int) -> dict:
         """The key of a table row (design: profile, engine, target, drafter, benchmark, n, ...)."""
         return {
-            "profile": self.profile, "engine": "dspark", "target": self.target, "drafter": drafter,
+            "profile": self.profile, "engine": self.engine, "target": self.target, "drafter": drafter,
             "benchmark": benchmark, "n": n, "temperature": self.temperature, "concurrency": 1, "seed": self.seed,
             "dtype": self.dtype,
         }  # fmt: skip
+
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        """(drafter, n) of the table."""
+        return [(name, n) for name in self.drafters for n in self.n_of.get(name, self.n_values)]
+
+    @property
+    def template(self) -> dict:
+        """Variables for the chat template: Qwen's and DeepSeek's names for the same switch."""
+        return {} if self.thinking is None else dict.fromkeys(("enable_thinking", "thinking"), self.thinking)
 
 
 def sweep(config: SweepConfig, out: Path, fresh: bool = False) -> pd.DataFrame:
@@ -78,21 +98,20 @@ def sweep(config: SweepConfig, out: Path, fresh: bool = False) -> pd.DataFrame:
         path.unlink(missing_ok=True)
     records = _read_records(path, config, {s.benchmark: s.hash for s in sets})
     done = {(r["drafter"], r["benchmark"], r["n"], r["prompt"]) for r in records}
-    wanted = [(d, n) for d in config.drafters for n in config.n_values]
     units = [(s, i) for s in sets for i in range(len(s.prompts))]
-    missing = {(s.benchmark, i): [(d, n) for d, n in wanted if (d, s.benchmark, n, i) not in done] for s, i in units}
-    left = sum(map(len, missing.values()))
+    missing = [(s, i, [(d, n) for d, n in config.cells if (d, s.benchmark, n, i) not in done]) for s, i in units]
+    left = sum(len(cells) for *_, cells in missing)
     if left:
-        target, drafters = _load(config)
-        _warm_up(target, drafters)
+        if config.engine == "vllm":
+            from dspark.vllm_engine import measure
+        else:
+            measure = _measure_here
         with tqdm(total=left, desc=f"sweep {config.profile}", unit="cell") as bar, path.open("a") as file:
-            for prompts, i in units:
-                cells = missing[prompts.benchmark, i]
-                for record in _measure(target, drafters, prompts, i, cells, config):
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-                    records.append(record)
-                    bar.update()
+            for record in measure(config, missing, out):
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                records.append(record)
+                bar.update()
     table = tabulate(records, config)
     table.to_csv(out / "n_sweep.csv", index=False)
     baselines = {(r["benchmark"], r["prompt"], r["baseline_seconds"]) for r in records}
@@ -103,48 +122,51 @@ def sweep(config: SweepConfig, out: Path, fresh: bool = False) -> pd.DataFrame:
     return table
 
 
-def _load(config: SweepConfig):
+def _measure_here(config: SweepConfig, missing, folder: Path):
+    """Yield the missing records from this engine: prompt by prompt, each cell beside a baseline of the same minute."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, config.dtype)
-    target = Target.load(config.target, dtype, device)
-    drafters = {name: checkpoint.load(Path(folder), target) for name, folder in config.drafters.items()}
-    taps = {drafter.config.target_layer_ids for drafter in drafters.values()}
-    if len(taps) > 1:
-        raise ValueError(f"drafters of one sweep must tap the same target layers, these tap {sorted(taps)}")
-    target.layer_ids = taps.pop()
-    for drafter in drafters.values():
-        for n in config.n_values:
-            drafter.config.block_length(n)  # raises where n is too large
-    return target, drafters
+    target = Target.load(config.target, getattr(torch, config.dtype), device)
+    drafters = {name: baselines.load(source, target) for name, source in config.drafters.items()}
+    for name, n in config.cells:
+        drafters[name].config.block_length(n)  # raises where n is too large
+
+    def run(drafter, chat: list[int], n: int, new_tokens: int, **options):
+        target.layer_ids = drafter.config.target_layer_ids if drafter else ()  # nobody pays for unread hidden states
+        return answer(target, drafter, chat, n, new_tokens, **options)
+
+    hello = target.encode_chat([{"role": "user", "content": "Say hello."}])
+    for drafter in (None, *drafters.values()):
+        run(drafter, hello, 2 if drafter else 0, 8)
+    for prompts, i, cells in missing:
+        if not cells:
+            continue
+        chat = target.encode_chat([{"role": "user", "content": prompts.prompts[i]}], **config.template)
+        options = {"temperature": config.temperature, "seed": config.seed + i}
+        plain = run(None, chat, 0, config.max_new_tokens, **options)
+        for name, n in cells:
+            got = run(drafters[name], chat, n, config.max_new_tokens, **options)
+            yield record_of(config, name, n, prompts, i, chat, plain, got, target, target.tokenizer)
 
 
-def _warm_up(target, drafters) -> None:
-    chat = target.encode_chat([{"role": "user", "content": "Say hello."}])
-    answer(target, None, chat, 0, 8)
-    for drafter in drafters.values():
-        answer(target, drafter, chat, 2, 8)
-
-
-def _measure(target, drafters, prompts, i: int, cells, config: SweepConfig):
-    """Yield one record a missing cell of prompt i, each with the baseline that ran in the same minute."""
-    if not cells:
-        return
-    chat = target.encode_chat([{"role": "user", "content": prompts.prompts[i]}])
-    options = {"temperature": config.temperature, "seed": config.seed + i}
-    target_taps, target.layer_ids = target.layer_ids, ()  # the baseline pays for no hidden state
-    plain = answer(target, None, chat, 0, config.max_new_tokens, **options)
-    target.layer_ids = target_taps
-    for drafter, n in cells:
-        got = answer(target, drafters[drafter], chat, n, config.max_new_tokens, **options)
-        differs = config.temperature == 0 and got.tokens != plain.tokens
-        gap = tie_gap(target, chat, plain.tokens, got.tokens) if differs else 0.0
-        yield {
-            **config.cell(drafter, prompts.benchmark, n), "prompt": i, "prompt_set": prompts.hash,
-            "max_new_tokens": config.max_new_tokens, "output_tokens": len(got.tokens), "seconds": got.seconds,
-            "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs,
-            "tie_gap": gap,
-            "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
-        }  # fmt: skip
+def record_of(
+    config: SweepConfig, drafter: str, n: int, prompts, i: int, chat, plain, got, target, tokenizer, **extra
+) -> dict:
+    """What is kept of one answer `got` to prompt i, beside the baseline's `plain`; target judges near-ties (None: no
+    difference can be excused). seconds are NaN where the engine's speed means nothing."""
+    differs = config.temperature == 0 and got.tokens != plain.tokens
+    gap = 0.0
+    if differs:
+        gap = tie_gap(target, chat, plain.tokens, got.tokens) if target else math.inf
+    stated = prompts.answers[i] if prompts.answers else None
+    correct = [None if stated is None else is_correct(tokenizer.decode(a.tokens), stated) for a in (got, plain)]
+    return {
+        **config.cell(drafter, prompts.benchmark, n), "prompt": i, "prompt_set": prompts.hash,
+        "rendered": hashlib.sha256(json.dumps(chat).encode()).hexdigest()[:16], "thinking": config.thinking,
+        "max_new_tokens": config.max_new_tokens, "output_tokens": len(got.tokens), "seconds": got.seconds,
+        "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs, "tie_gap": gap,
+        "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
+        "correct": correct[0], "baseline_correct": correct[1], **extra,
+    }  # fmt: skip
 
 
 def tie_gap(target: Target, prompt: list[int], plain: list[int], got: list[int]) -> float:
@@ -170,17 +192,17 @@ def _read_records(path: Path, config: SweepConfig, hashes: dict[str, str]) -> li
     records = read_jsonl(path)
     for record in records:
         mine = config.cell(record["drafter"], record["benchmark"], record["n"]) | {
-            "max_new_tokens": config.max_new_tokens
+            "max_new_tokens": config.max_new_tokens,
+            "thinking": config.thinking,
         }
-        other = {name for name, value in mine.items() if record[name] != value}
+        other = {name for name, value in mine.items() if record.get(name) != value}
         if record["prompt_set"] != hashes.get(record["benchmark"], record["prompt_set"]):
             other.add("prompts")
         if other:
             raise ValueError(
                 f"{path.parent.name}/{path.name} holds another run (differs in {sorted(other)}): use another --out"
             )
-    asked = (set(config.drafters), set(config.benchmarks), set(config.n_values))
-    return [r for r in records if r["drafter"] in asked[0] and r["benchmark"] in asked[1] and r["n"] in asked[2]]
+    return [r for r in records if (r["drafter"], r["n"]) in config.cells and r["benchmark"] in config.benchmarks]
 
 
 def tabulate(records: list[dict], config: SweepConfig) -> pd.DataFrame:
@@ -191,24 +213,38 @@ def tabulate(records: list[dict], config: SweepConfig) -> pd.DataFrame:
         first = {r["prompt"]: r for r in reversed(of_set)}
         if first:
             rows.append(_baseline_row(list(first.values()), config.cell("autoregressive", benchmark, 0)))
-        for drafter in config.drafters:
-            for n in config.n_values:
-                cell = [r for r in of_set if r["drafter"] == drafter and r["n"] == n]
-                if cell:
-                    rows.append(_row(cell, config.cell(drafter, benchmark, n)))
+        for drafter, n in config.cells:
+            cell = [r for r in of_set if r["drafter"] == drafter and r["n"] == n]
+            if cell:
+                rows.append(_row(cell, config.cell(drafter, benchmark, n)))
     return pd.DataFrame(rows)
 
 
 def _baseline_row(records: list[dict], key: dict) -> dict:
     tokens, seconds = (sum(r[f"baseline_{name}"] for r in records) for name in ("tokens", "seconds"))
     speed = tokens / seconds
+    one = speed / speed  # NaN where the engine's speed means nothing
     return key | {
         "prompts": len(records), "output_tokens": tokens, "steps": tokens - len(records), "drafted": 0, "accepted": 0,
         "tau": 1.0, **{f"accept_pos_{k}": math.nan for k in range(1, MAX_POSITIONS + 1)}, "seconds": round(seconds, 3),
-        "tokens_per_s": round(speed, 3), "baseline_tokens_per_s": round(speed, 3), "speedup": 1.0, "speedup_low": 1.0,
-        "speedup_high": 1.0, "mismatches": 0, "near_ties": 0,
-        "widest_tie": 0.0,
+        "tokens_per_s": round(speed, 3), "baseline_tokens_per_s": round(speed, 3), "speedup": one, "speedup_low": one,
+        "speedup_high": one, "mismatches": 0, "near_ties": 0, "widest_tie": 0.0,
+        "accuracy": _share(records, "baseline_correct"), "baseline_accuracy": _share(records, "baseline_correct"),
     }  # fmt: skip
+
+
+def _share(records: list[dict], name: str) -> float:
+    """How often a check holds; NaN where it was made for none."""
+    known = [r[name] for r in records if r.get(name) is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _latency(records: list[dict]) -> dict:
+    """Percentiles over prompts, where vLLM reports them: time to first token, between tokens, to the end; in ms."""
+    columns = [name for name in ("ttft_ms", "itl_ms", "e2e_ms") if name in records[0]]
+    return {
+        f"{name}_p{p}": float(np.percentile([r[name] for r in records], p)) for name in columns for p in (50, 90, 99)
+    }
 
 
 def _row(records: list[dict], key: dict) -> dict:
@@ -231,7 +267,8 @@ def _row(records: list[dict], key: dict) -> dict:
         "baseline_tokens_per_s": round(baseline, 3), "speedup": tokens / seconds / baseline, "speedup_low": low,
         "speedup_high": high, "mismatches": sum(r["mismatch"] for r in records),
         "near_ties": sum(r["mismatch"] and r["tie_gap"] <= NEAR_TIE[key["dtype"]] for r in records),
-        "widest_tie": max(r["tie_gap"] for r in records),
+        "widest_tie": max(r["tie_gap"] for r in records), "accuracy": _share(records, "correct"),
+        "baseline_accuracy": _share(records, "baseline_correct"), **_latency(records),
     }  # fmt: skip
 
 
@@ -270,7 +307,7 @@ def run_metadata(config, started: str, wall_seconds: float) -> dict:
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "started": started,
-        "wall_seconds": round(wall_seconds, 1),
+        "wall_seconds": None if math.isnan(wall_seconds) else round(wall_seconds, 1),
         "settings": settings,
     }
 
@@ -298,23 +335,31 @@ def available_benchmarks(folder: str) -> tuple[str, ...]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="dspark sweep", description=__doc__.splitlines()[0])
     parser.add_argument("--profile", default="custom", help="name written into the table")
+    parser.add_argument("--engine", default="dspark", choices=ENGINES, help="vllm: through its server, as users would")
     parser.add_argument("--target", default=EMBEDDED)
-    parser.add_argument("--drafter", nargs="+", default=[f"dspark={COMMITTED_DRAFTER}"], metavar="NAME=FOLDER")
+    drafter_help = "a drafter's folder under the name it has in the table; `prompt-lookup` needs none"
+    default = [f"dspark={COMMITTED_DRAFTER}"]
+    parser.add_argument("--drafter", nargs="+", default=default, metavar="NAME=FOLDER", help=drafter_help)
     parser.add_argument("--benchmark", nargs="+", default=list(OWN_SETS), help="own sets or hub benchmarks")
     parser.add_argument("--benchmarks", default="", metavar="DIR", help="folder of JSONL benchmark files with `turns`")
+    parser.add_argument("--revision", default="", help="of the hub datasets: one for all, or DATASET@REVISION,...")
     parser.add_argument("--prompts", type=int, default=8, help="a benchmark")
     parser.add_argument("--n", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7], help="drafts a step")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--thinking", choices=("on", "off"), help="tell the chat template (default: its own default)")
     parser.add_argument("--dtype", default="auto", help="auto: bfloat16 where it is native, else float32")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm-args", default="", help="further arguments for vLLM's server, as one text")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    dtype = str(resolve_dtype(args.dtype)).removeprefix("torch.")
-    drafters = dict(item.split("=", 1) for item in args.drafter)
     config = SweepConfig(
-        args.profile, args.target, drafters, tuple(args.benchmark), args.prompts, tuple(args.n), args.max_new_tokens,
-        args.temperature, dtype, args.seed, args.benchmarks,
+        profile=args.profile, engine=args.engine, target=args.target, benchmarks=tuple(args.benchmark),
+        drafters={name: folder or name for name, _, folder in (item.partition("=") for item in args.drafter)},
+        prompts=args.prompts, n_values=tuple(args.n), max_new_tokens=args.max_new_tokens, seed=args.seed,
+        temperature=args.temperature, dtype=str(resolve_dtype(args.dtype)).removeprefix("torch."),
+        benchmark_folder=args.benchmarks, revision=args.revision, vllm_args=args.vllm_args,
+        thinking=None if args.thinking is None else args.thinking == "on",
     )  # fmt: skip
     table = sweep(config, args.out)
     columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]

@@ -221,14 +221,16 @@ class Target:
         """[..., H] (after the final norm) -> [..., V]."""
         return F.linear(hidden, self.lm_head)
 
-    def encode_chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of chat messages under the target's own chat template."""
-        return encode_chat(self.tokenizer, messages, add_generation_prompt)
+    def encode_chat(self, messages: list[dict], add_generation_prompt: bool = True, **template) -> list[int]:
+        """Token ids of chat messages under the target's own chat template, whose variables `template` sets."""
+        return encode_chat(self.tokenizer, messages, add_generation_prompt, **template)
 
 
-def encode_chat(tokenizer, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-    """Token ids of chat messages under the tokenizer's own chat template."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True)
+def encode_chat(tokenizer, messages: list[dict], add_generation_prompt: bool = True, **template) -> list[int]:
+    """Token ids of chat messages under the tokenizer's own chat template, whose variables `template` sets."""
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=add_generation_prompt, tokenize=True, **template
+    )
     return list(ids["input_ids"]) if hasattr(ids, "keys") else list(ids)
 
 

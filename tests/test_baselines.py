@@ -14,7 +14,7 @@ from transformers import DeepseekV2Config, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from dspark import baselines, checkpoint, train
+from dspark import baselines, formats, train
 from dspark.baselines import PromptLookup, eagle3_config, trained_parameters
 from dspark.config import PRESETS, DSparkConfig
 from dspark.data import Sample
@@ -216,15 +216,18 @@ def small():
     return Target(model, None, "small", (0,)), config
 
 
+CHANCE = 1e-3  # a p-value that a sound sampler falls below once in a thousand seeds; a wrong q gives less than 1e-6
+
+
 @KINDS
 def test_sampled_answers_have_the_targets_distribution(small, latent):
     target, shape = small
     drafter = chain_drafter(target, latent, torch.tensor([0, 1, 2, 4, 5]), shape=shape)
-    assert p_value(target, drafter, [3, 1], 1.0, 500) > 0.01
+    assert p_value(target, drafter, [3, 1], 1.0, 600) > CHANCE
 
 
 def test_sampled_answers_with_prompt_lookup_have_the_targets_distribution(small):
-    assert p_value(small[0], PromptLookup(SMALL), [3, 1, 0, 2, 3, 1, 4, 5, 0, 3, 1], 1.0, 500) > 0.01
+    assert p_value(small[0], PromptLookup(SMALL), [3, 1, 0, 2, 3, 1, 4, 5, 0, 3, 1], 1.0, 600) > CHANCE
 
 
 # ---- the context cache (pitfalls 50, 52)
@@ -283,8 +286,8 @@ def test_an_overfitted_text_is_accepted_whole(latent, tmp_path):
     text = prompt + answer(lively, None, prompt, 0, 45, stop_token_ids=NEVER).tokens
     sample = Sample(torch.tensor(text), torch.arange(len(text)) >= 3)
     config = TrainConfig(
-        steps=150, micro_batches=1, row_tokens=64, anchors=64, block_sizes=(K,), dtype="float32", lr=1e-2,
-        muon_lr=1e-2, save_every=1000, heldout_every=1000, ce_weight=0.0, kl_weight=1.0,
+        steps=120, micro_batches=1, row_tokens=64, anchors=64, block_sizes=(K,), dtype="float32", lr=2e-2,
+        muon_lr=2e-2, save_every=1000, heldout_every=1000, ce_weight=1.0, kl_weight=0.0,
     )  # fmt: skip
     drafter = new_drafter(eagle3_config(tiny_config(), latent), lively, [sample], 0)
     frozen = [drafter.embed_tokens.weight.clone(), drafter.lm_head.weight.clone()]
@@ -296,7 +299,7 @@ def test_an_overfitted_text_is_accepted_whole(latent, tmp_path):
     got = answer(lively, run.inference_drafter(), prompt, K, 45, stop_token_ids=NEVER)
     assert got.tokens == text[3:] and got.tau >= K + 1 - 0.2
     again = Trainer(drafter, lively, run.source, [], config, tmp_path / "run")  # finds the run finished
-    assert again.step == 150
+    assert again.step == 120
 
 
 def test_a_later_pass_trains_through_the_earlier_ones(toy):
@@ -348,7 +351,7 @@ def test_a_saved_drafter_comes_back_the_same(toy, latent, draft_ids, tmp_path):
     if latent:
         assert raw["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and raw["kv_lora_rank"] == 32
     else:
-        theirs, _ = checkpoint.read_eagle3(tmp_path / "saved")
+        theirs = formats.read_eagle3(raw)
         assert theirs.intermediate_size == drafter.config.intermediate_size
 
 
