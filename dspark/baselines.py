@@ -117,7 +117,7 @@ def load(source: str | Path, target, dtype=None):
         return checkpoint.load(folder, target, dtype)
     latent = {name: raw[name] for name in LATENT if raw.get(name) is not None}
     try:
-        plain = formats.read_eagle3({name: value for name, value in raw.items() if name not in latent})
+        plain = formats.read_eagle3({name: value for name, value in raw.items() if name not in latent}, target)
         config = Eagle3Config(**asdict(plain) | latent)
         config.check_target(target)
     except ValueError as error:

@@ -13,6 +13,7 @@ transformers_utils/configs/speculators/algos.py there), and each decision is a n
 
 import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
 from types import UnionType
@@ -42,6 +43,7 @@ _COMPUTED = {  # only these values are what DSparkDrafter computes
     "use_aux_hidden_state": True, "quantization_config": None, "attention_sink_bias": False,
     "add_swa_attention_sink_bias": False, "attention_value_scale": None,
 }  # fmt: skip
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,8 +304,11 @@ def _typed(name: str, kind, value):
     return value
 
 
-def read_eagle3(raw: dict) -> Eagle3Config:
-    """Shape of an Eagle3 head, in speculators' format, DeepSpec's or its authors'. ValueError as of read_config."""
+def read_eagle3(raw: dict, target=None) -> Eagle3Config:
+    """Shape of an Eagle3 head, in speculators' format, DeepSpec's or its authors'. ValueError as of read_config.
+
+    Where the file does not say which states are fused, a `target` decides, as in vLLM, and that is logged.
+    """
     layer = _nested(raw, "transformer_layer_config") or raw
     eagle = _nested(raw, "eagle_config")
     flat = {**layer, **{name: raw[name] for name in Eagle3Config.__dataclass_fields__ if name in raw}, **eagle}
@@ -311,9 +316,13 @@ def read_eagle3(raw: dict) -> Eagle3Config:
         raise ValueError("config.json is an Eagle3 head's with compressed latent attention, which is not supported")
     verifier = _nested(_nested(raw, "speculators_config"), "verifier")
     flat["target"] = verifier.get("name_or_path") or raw.get("target_model_name_or_path") or "an unnamed target"
-    ids = flat.get("eagle_aux_hidden_state_layer_ids")
+    ids = flat.get("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"))
     if ids is None and layer.get("target_layer_ids") is not None:  # DeepSpec counts from zero
         ids = [i + 1 for i in _typed("target_layer_ids", tuple[int, ...], layer["target_layer_ids"])]
+    if ids is None and target is not None:
+        depth = target.num_hidden_layers
+        ids = [2, depth // 2, depth - 3]
+        log.warning("eagle_aux_hidden_state_layer_ids is not stated: %s, as vLLM takes them", ids)
     flat["aux_hidden_state_layer_ids"] = ids
     flat["rope_theta"] = _rope_theta(layer, [])
     flat["draft_vocab_size"] = flat.get("draft_vocab_size") or flat.get("vocab_size")

@@ -35,7 +35,7 @@ class Anatomy(NamedTuple):
     odd: list[str]
 
     def __str__(self) -> str:
-        width = max(len(name) for name, _ in self.rows)
+        width = max(len(name) for name, *_ in (*self.rows, *self.parts))
         lines = [self.source, ""] + [f"  {name:{width}}  {value}" for name, value in self.rows]
         lines += ["", f"  {'tensors':{width}}  {'count':>5} {'parameters':>15} {'MB':>10}"]
         total = ("all", *(sum(part[i] for part in self.parts) for i in (1, 2, 3)))

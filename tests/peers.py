@@ -83,6 +83,38 @@ def speculators_block(folder: Path, row, before_norm, save_to: Path | None = Non
     return out
 
 
+def speculators_eagle3(folder: Path, target, kept: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A random Eagle3 head as speculators saves it; the file's tensors."""
+    from safetensors.torch import load_file
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    layer = LlamaConfig(
+        vocab_size=target.vocab_size, hidden_size=target.hidden_size, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256, rope_theta=1e4,
+    )  # fmt: skip
+    layer._attn_implementation = "eager"
+    about = SpeculatorsConfig(
+        algorithm="eagle3",
+        default_proposal_method="greedy",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)],
+        verifier=VerifierConfig(name_or_path=None, architectures=[]),
+    )
+    model = Eagle3DraftModel(
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=layer, draft_vocab_size=len(kept), eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+            speculators_config=about,
+        )
+    )  # fmt: skip
+    marked = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True)
+    model.load_vocab_mappings(marked, kept - torch.arange(len(kept)))
+    model.lm_head.weight.data, model.embed_tokens.weight.data = target.lm_head[kept], target.embed_tokens.clone()
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
 # ---- vLLM
 
 

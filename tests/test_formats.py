@@ -226,6 +226,39 @@ def test_padding_for_vllm_must_be_zero(toy, tmp_path):
         checkpoint.load(folder, toy)
 
 
+# ---- Eagle3 heads, for the baselines
+
+_EAGLE = {
+    "attention_bias": False, "head_dim": 8, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256,
+    "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 1, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "vocab_size": VOCAB,
+}  # fmt: skip
+EAGLES = {
+    "its authors'": _EAGLE | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 13},
+    "eagle_config": _EAGLE | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 13,
+                              "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+    "DeepSpec's": _EAGLE | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [0, 1, 2],
+                            "target_model_name_or_path": "tiny"},
+    "speculators'": {"speculators_model_type": "eagle3", "draft_vocab_size": 13, "transformer_layer_config": _EAGLE,
+                     "eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", EAGLES.values(), ids=EAGLES)
+def test_an_eagle3_head_is_read_in_each_format(raw, toy, tmp_path):
+    shape = formats.read_eagle3(raw, toy)
+    assert (shape.num_attention_heads, shape.rope_theta, shape.num_hidden_layers) == (4, 1e4, 1)
+    assert shape.draft_vocab_size == (13 if "draft_vocab_size" in raw else VOCAB)
+    assert shape.aux_hidden_state_layer_ids == ((2, 2, 1) if raw is EAGLES["its authors'"] else (1, 2, 3))
+    with pytest.raises(ValueError, match="Eagle3 head's, not a block drafter's"):
+        formats.read_config(raw)
+    for changes, message in (({"head_dim": "8"}, "head_dim = '8' must be int"), ({"vocab_size": None}, "lacks")):
+        layer = raw.get("transformer_layer_config")
+        broken = raw | ({"transformer_layer_config": layer | changes} if layer else changes)
+        with pytest.raises(ValueError, match=message):
+            formats.read_eagle3(broken)
+
+
 # ---- anatomy
 
 

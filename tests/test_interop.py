@@ -16,14 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import our_block, speculators_block
+from peers import our_block, speculators_block, speculators_eagle3
 from test_formats import PUBLIC
 from test_vllm import ON_CPU
 from tiny import VOCAB, packed_row, tiny_drafter, tiny_model, tiny_target
 
-from dspark import checkpoint, formats
+from dspark import baselines, checkpoint, formats
+from dspark.evaluate import COMMITTED_DRAFTER
+from dspark.inspect_checkpoint import inspect
 from dspark.paths import DATA, ROOT
 from dspark.setup import has_gpu
+from dspark.source import PackedRow
+from dspark.target import embedded_target
 
 TABLE = DATA / "results" / "interop.csv"
 COLUMNS = ("format", "layout", "vocabulary", "heads", "peer", "check", "max_abs_diff", "ok")
@@ -43,6 +47,7 @@ HEADS = {
 CELLS = list(itertools.product(LAYOUTS, VOCABULARIES, HEADS))
 CONTEXT = 20  # tokens before the anchor that vLLM drafts from
 SPECULATORS = importlib.util.find_spec("speculators") is not None
+needs_speculators = pytest.mark.skipif(not SPECULATORS, reason="speculators 0.9.0 is not installed")
 VLLM = importlib.util.find_spec("vllm") is not None
 
 
@@ -121,7 +126,7 @@ def test_a_round_trip_is_bit_identical(toy, matrix, tmp_path, format, layout, vo
 # ---- speculators
 
 
-@pytest.mark.skipif(not SPECULATORS, reason="speculators 0.9.0 is not installed: pip install --no-deps speculators")
+@needs_speculators
 @pytest.mark.parametrize("layout, vocabulary, heads", [c for c in CELLS if not refusal("speculators", c[0], c[2])])
 def test_speculators_computes_the_same_block_and_losses(toy, matrix, tmp_path, layout, vocabulary, heads):
     """Its class on our file, and we on its save of that: logits, confidence, CE, TV, KL and BCE."""
@@ -138,6 +143,32 @@ def test_speculators_computes_the_same_block_and_losses(toy, matrix, tmp_path, l
         cell = ("speculators", layout, vocabulary, heads, "speculators 0.9.0", check)
         matrix[cell] = (difference, difference < TOLERANCE)
     assert max(found.values()) < TOLERANCE, found
+
+
+@needs_speculators
+def test_speculators_drafts_the_same_with_the_committed_drafter(target, tmp_path):
+    """Real weights on the real target's states; the losses' states are the same stand-in on both sides."""
+    drafter = checkpoint.load(COMMITTED_DRAFTER, target)
+    drafter.config = drafter.config.replace(target=str(embedded_target()))
+    checkpoint.save(drafter, tmp_path / "ours", torch.float32, format="speculators")
+    tokens = torch.tensor(target.encode_chat([{"role": "user", "content": "Count from 1 to 10, then back."}]))
+    out, rows = target.forward(tokens[None], target.new_cache(1, len(tokens)), 0), torch.arange(len(tokens))
+    starts, ends = torch.zeros_like(rows), torch.full_like(rows, len(rows))
+    row = PackedRow(tokens, torch.ones(len(rows), dtype=torch.bool), rows, starts, ends, out.features[0], out.hidden[0])
+    ours = our_block(drafter, target, row, out.hidden[0])
+    found = differences(ours, speculators_block(tmp_path / "ours", row, out.hidden[0]))
+    assert ours["logits"].shape == (len(rows) - 8, 8, 6144) and max(found.values()) < TOLERANCE, found
+
+
+@needs_speculators
+def test_speculators_own_eagle3_head_opens_as_a_baseline(toy, tmp_path):
+    tensors = speculators_eagle3(tmp_path / "head", toy, KEPT)
+    drafter = baselines.load(tmp_path / "head", toy)
+    assert drafter.config.aux_hidden_state_layer_ids == (1, 2, 3) and torch.equal(drafter.d2t, tensors["d2t"])
+    stored = drafter.state_dict()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+    anatomy = inspect(tmp_path / "head")
+    assert not anatomy.odd and dict(anatomy.rows)["aux hidden state layer ids"] == "(1, 2, 3)"
 
 
 # ---- vLLM
