@@ -145,17 +145,23 @@ class StreamSource:
         self._probing, self._counting = threading.Lock(), threading.Lock()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closed = threading.Event()
+        threads = [self._work] * in_flight
+        if endpoint is not None:
+            self._listen(endpoint)
+            threads.append(self._receive)
+        self._threads = [threading.Thread(target=run, daemon=True) for run in threads]
+        for thread in self._threads:
+            thread.start()
+
+    def _listen(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 1)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
+            self._socket.close(0)
             raise OSError(f"cannot listen on {endpoint} ({error}): free the port or choose another") from error
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-        threads = [self._receive, *[self._work] * in_flight]
-        self._threads = [threading.Thread(target=run, daemon=True) for run in threads]
-        for thread in self._threads:
-            thread.start()
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -165,7 +171,7 @@ class StreamSource:
         self._closed.set()
         for _ in self._threads:
             self._jobs.put(None)
-        self._threads[0].join()
+        self._threads[-1].join()
 
     def expect(self, ids: list[int]) -> None:
         """Begin to fetch samples that a later row() will want."""
@@ -352,6 +358,11 @@ def add_arguments(parser) -> None:
     group.add_argument("--verifier", metavar="URL", help="its API, as http://127.0.0.1:8000")
     group.add_argument("--listen", default="tcp://127.0.0.1:29600", help="rank r listens on this port + r: %(default)s")
     group.add_argument(
+        "--transport", choices=("zmq", "mooncake"), default="zmq", help="mooncake: see dspark/mooncake.py"
+    )
+    group.add_argument("--mooncake-master", default="127.0.0.1:50051", metavar="HOST:PORT", help="%(default)s")
+    group.add_argument("--mooncake-protocol", choices=("tcp", "rdma"), default="tcp")
+    group.add_argument(
         "--cache", type=float, metavar="GB", default=0.0, help="keep streamed states on disk, for later epochs"
     )
     group.add_argument(
@@ -362,15 +373,18 @@ def add_arguments(parser) -> None:
 
 def open_source(options: dict, target, samples: list[Sample], rank: int = 0, ranks: int = 1) -> StreamSource:
     """The source that the options of `add_arguments` describe, for one rank."""
-    address, _, port = options["listen"].rpartition(":")
-    cache = None
+    shared = {"response_tokens": options["on_policy"], "temperature": options["temperature"]}
     if options["cache"]:
         folder = cache_dir() / "stream" / f"{data_digest(target, samples)}-{options['on_policy']}"
-        cache = SampleCache(folder, options["cache"] * 1e9, ranks)
-    return StreamSource(
-        target, samples, Verifier(options["verifier"], target.name), f"{address}:{int(port) + rank}", rank,
-        response_tokens=options["on_policy"], temperature=options["temperature"], cache=cache,
-    )  # fmt: skip
+        shared["cache"] = SampleCache(folder, options["cache"] * 1e9, ranks)
+    verifier = Verifier(options["verifier"], target.name)
+    if options["transport"] == "mooncake":
+        from dspark.mooncake import MooncakeSource
+
+        where = {"master": options["mooncake_master"], "protocol": options["mooncake_protocol"]}
+        return MooncakeSource(target, samples, verifier, rank, **where, **shared)
+    address, _, port = options["listen"].rpartition(":")
+    return StreamSource(target, samples, verifier, f"{address}:{int(port) + rank}", rank, **shared)
 
 
 def prompt_ids(sample: Sample) -> list[int]:

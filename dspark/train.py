@@ -31,6 +31,7 @@ from dspark.paths import cache_dir
 from dspark.selfwrite import data_folder, written_files
 from dspark.source import LocalSource, PackedRow, pack
 from dspark.target import EMBEDDED, Target
+from dspark.target_ends import TargetEnds
 
 
 @dataclass(frozen=True)
@@ -414,7 +415,8 @@ def train(
     # Probabilities of a trained drafter underflow; on a CPU, products with denormals are a hundred times slower.
     torch.set_flush_denormal(True)
     rank, world, device = ranks.start()
-    target = Target.load(target_name, getattr(torch, config.dtype), device, shape.target_layer_ids)
+    load = TargetEnds if streamed and not config.heldout_prompts else Target.load  # nothing but drafting needs it whole
+    target = load(target_name, getattr(torch, config.dtype), device, shape.target_layer_ids)
     samples = [
         sample for path in data for sample in load_samples(path, target, max_length=shape.max_position_embeddings)
     ]

@@ -89,7 +89,7 @@ def hits(verifier) -> float:
 
 
 def test_states_equal_transformers(target, verifier, source, samples, model):
-    """Chunks of 64 tokens cut most prompts; the second time blocks of 16 come from the prefix cache."""
+    """Chunks of 64 tokens cut most prompts; the second time blocks of 32 come from the prefix cache."""
     streamed, before = source(samples), hits(verifier)
     for _ in range(2):
         row = streamed.row([6, 0, 1, 2, 3, 4, 5])

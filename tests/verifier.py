@@ -10,7 +10,7 @@ from dspark.stream import Verifier
 from dspark.target import embedded_target
 
 PROFILE = replace(PROFILES["cpu"], dtype="float32", max_model_len=512, max_num_seqs=4, budget=1 << 20)
-CHUNK = ("--max-num-batched-tokens", "64", "--block-size", "16")  # so that prompts are chunked and prefixes shared
+CHUNK = ("--max-num-batched-tokens", "64", "--block-size", "32")  # so that prompts are chunked and prefixes shared
 
 
 def free_ports(count: int) -> list[int]:
