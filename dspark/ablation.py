@@ -7,6 +7,7 @@ Rows of `head_ablation.csv` carry the hash of their run; a rerun trains and meas
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import shutil
@@ -207,7 +208,7 @@ def study(config: AblationConfig, arms: list[Arm], out: Path, fresh: bool = Fals
         drafters = {runs[arm]: checkpoint.load(folder, target) for arm, folder in folders.items()}
         times = draft_milliseconds(target, drafters, chats(target, config.benchmarks[0], slice(1))[0])
         table["draft_ms"] = table.run.map(times)
-        table.to_csv(path, index=False)
+    table.to_csv(path, index=False)
     return table
 
 
@@ -302,6 +303,13 @@ def kept(path: Path, key: dict, measure: Callable[[], pd.DataFrame], fresh: bool
     path.parent.mkdir(parents=True, exist_ok=True)
     (pd.concat([table[~mine], rows]) if (~mine).any() else rows).to_csv(path, index=False)
     return rows
+
+
+def kept_pair(path: Path, key: dict, measure: Callable[[], tuple], fresh: bool = False) -> tuple:
+    """`kept` for the two tables of `calibrate`: the second goes into NAME_bins.csv."""
+    once = functools.cache(measure)
+    bins = path.with_name(f"{path.stem}_bins.csv")
+    return kept(path, key, lambda: once()[0], fresh), kept(bins, key, lambda: once()[1], fresh)
 
 
 def main(argv: list[str]) -> None:

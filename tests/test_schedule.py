@@ -67,7 +67,7 @@ def test_sts_finds_the_temperatures_that_spoiled_the_confidences():
 
 
 def test_sts_fixes_earlier_positions_before_later_ones():
-    """An error of the first position must not be made good by the second: each is fitted with the earlier ones fixed."""
+    """The second position must not make good an error of the first: each is fitted with the earlier ones fixed."""
     confidence, kept = rollouts([3.0, 1.0])
     assert schedule.fit_temperatures(confidence, kept) == pytest.approx([3.0, 1.0], rel=0.15)
     assert schedule.fit_temperatures(confidence[:, :1], kept)[0] == schedule.fit_temperatures(confidence, kept)[0]

@@ -1,0 +1,223 @@
+"""The head ablation: arms differ in what they are meant to differ in, tables say what was decoded, reruns resume."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.stats import ttest_rel
+from tiny import tiny_config, tiny_drafter, tiny_target
+
+from dspark import ablation, batched
+from dspark.ablation import HEADS, AblationConfig, Arm
+from dspark.batched import Served
+from dspark.config import PRESETS
+from dspark.paths import cache_dir
+from dspark.schedule import Fixed, Threshold
+from dspark.train import TrainConfig, new_drafter
+
+SHAPE = PRESETS["smollm2-135m"]
+
+
+def config(**changes):
+    training = TrainConfig(steps=1, micro_batches=1, row_tokens=128, anchors=4, save_every=1, heldout_prompts=0)
+    fields = {"profile": "test", "target": "smollm2-135m", "shape": SHAPE.replace(draft_vocab_size=512),
+              "training": training, "response_tokens": 60, "benchmarks": ("own-gsm8k",), "prompts": 1,
+              "max_new_tokens": 6, "concurrency": 2, "dtype": "float32"}  # fmt: skip
+    return AblationConfig(**fields | changes)
+
+
+def served(*accepted, drafted=4, confidence=None):
+    steps = [confidence] * len(accepted) if confidence is not None else []
+    return Served([7] * (1 + sum(accepted) + len(accepted)), [drafted] * len(accepted), list(accepted), 2.0, steps)
+
+
+# ---- arms
+
+
+def test_arms_take_away_what_their_names_say():
+    shapes = {heads: config().shape_of(Arm(heads, 2, 7, 0)) for heads in HEADS}
+    has = {heads: (shape.markov_rank > 0, shape.confidence_head) for heads, shape in shapes.items()}
+    assert has == {
+        "none": (False, False), "markov": (True, False), "confidence": (False, True), "both": (True, True),
+        "gated": (True, True), "rnn": (True, True),
+    }  # fmt: skip
+    assert [shapes[heads].markov_head_type for heads in ("both", "gated", "rnn")] == ["vanilla", "gated", "rnn"]
+    assert all(shape.block_size == shape.max_draft_tokens == 7 for shape in shapes.values())
+    assert config().training_of(Arm("both", 1, 4, 3)) == TrainConfig(
+        steps=1, micro_batches=1, row_tokens=128, anchors=4, save_every=1, heldout_prompts=0, seed=3, block_sizes=(4,)
+    )
+    with pytest.raises(ValueError, match="heads = 'sparkling'"):
+        Arm("sparkling", 2, 7, 0)
+
+
+def test_arms_of_a_seed_begin_with_one_backbone():
+    target = tiny_target()
+
+    def backbone(heads, seed):
+        drafter = new_drafter(tiny_config(**HEADS[heads]), target, [], seed)
+        return {name: p for name, p in drafter.named_parameters() if "head" not in name and p.requires_grad}
+
+    first = backbone("none", 0)
+    assert any(name.startswith("layers.1") for name in first) and "fc.weight" in first
+    for heads in HEADS:
+        mine = backbone(heads, 0)
+        assert mine.keys() == first.keys() and all(torch.equal(mine[name], p) for name, p in first.items())
+    assert not torch.equal(backbone("none", 1)["fc.weight"], first["fc.weight"])
+
+
+# ---- what is measured
+
+
+def test_acceptance_by_hand():
+    row = ablation.acceptance([served(2, 0, 1), served(4)], 4)
+    assert row["tau"] == 1 + 7 / 4 and (row["prompts"], row["steps"], row["output_tokens"]) == (2, 4, 13)
+    assert [row[f"accept_pos_{k}"] for k in (1, 2, 3, 4)] == [3 / 4, 2 / 4, 1 / 4, 1 / 4]
+    assert [row[f"cond_pos_{k}"] for k in (1, 2, 3, 4)] == [3 / 4, 2 / 3, 1 / 2, 1]
+    assert np.isnan(row["confidence_ece"])
+    with_head = ablation.acceptance([served(2, 2, confidence=np.array([1.0, 1.0, 0.0, 0.0]))], 4)
+    assert with_head["confidence_ece"] == pytest.approx(0)
+    assert np.isnan(ablation.acceptance([served(0)], 4)["cond_pos_2"])  # never reached
+
+
+def cell(heads, seed, benchmark, tau, accept, steps=100, layers=2):
+    n = len(accept)
+    return {"heads": heads, "num_hidden_layers": layers, "block_size": n, "seed": seed, "benchmark": benchmark,
+            "tau": tau, "steps": steps, "draft_ms": 1.0, "parameters": 9,
+            **{f"accept_pos_{k}": a for k, a in enumerate(accept, 1)}}  # fmt: skip
+
+
+def test_positions_are_pooled_over_blocks_and_the_slope_follows():
+    table = pd.DataFrame([cell("both", 0, "a", 2.0, (0.8, 0.4)), cell("both", 0, "b", 3.0, (0.5, 0.4), steps=300)])
+    positions = ablation.by_position(table)
+    assert positions.reached.tolist() == [400, 230]
+    assert positions.conditional.tolist() == pytest.approx([230 / 400, 160 / 230])
+    assert positions.unconditional.tolist() == pytest.approx([230 / 400, 160 / 400])
+    (seed,) = ablation.by_seed(table).itertuples()
+    assert seed.tau == 2.5  # the plain mean over benchmarks
+    assert seed.conditional_slope == pytest.approx(160 / 230 - 230 / 400)  # two points: the line through them
+
+
+def test_the_slope_weighs_positions_by_their_blocks():
+    table = pd.DataFrame([cell("both", 0, "a", 2.0, (0.9, 0.81, 0.0), steps=1000)])
+    flat, level = ablation.by_seed(table).conditional_slope[0], np.polyfit([1, 2, 3], [0.9, 0.9, 0.0], 1)[0]
+    assert level < flat < 0  # position 3 was reached least
+
+
+def test_paired_differences_are_within_seeds():
+    taus = {"none": (1.2, 1.5, 1.3), "markov": (1.3, 1.58, 1.45)}
+    seeds = pd.DataFrame([{"heads": h, "seed": s, "tau": t} for h, ts in taus.items() for s, t in enumerate(ts)])
+    (row,) = ablation.paired(seeds, [("markov", "none")], ("tau",)).itertuples()
+    wanted = ttest_rel(taus["markov"], taus["none"]).confidence_interval()
+    assert (row.difference, row.low, row.high) == pytest.approx((0.11, wanted.low, wanted.high))
+    (row,) = ablation.paired(seeds[seeds.seed == 0], [("markov", "none")], ("tau",)).itertuples()
+    assert row.difference == pytest.approx(0.1) and np.isnan(row.low)
+
+
+def test_draft_times_are_of_whole_blocks():
+    target = tiny_target()
+    drafters = {heads: tiny_drafter(target, **HEADS[heads]) for heads in ("none", "rnn")}
+    times = ablation.draft_milliseconds(target, drafters, [5, 6, 7], repeats=5)
+    assert times.keys() == drafters.keys() and min(times.values()) > 0
+
+
+def test_load_test_counts_what_was_verified():
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_ids=torch.tensor([14, 23, 25, 31, 36]))
+    prompts = [[5, 6, 7], [3, 4], [9]]
+    policies = [lambda: Fixed(0), lambda: Fixed(3), lambda: Threshold(3, 0.4)]
+    table = batched.load_test(target, drafter, prompts, policies, 2, repeats=2, max_new_tokens=12)
+    assert table.policy.tolist() == ["fixed n=0", "fixed n=3", "threshold 0.4"]
+    assert (table.requests == 6).all() and table.output_tokens.nunique() == 1
+    assert table.verified_per_token[0] == pytest.approx((table.output_tokens[0] - 6) / table.output_tokens[0])
+    assert table.verified[1] == 3 * table.steps[1] and table.verified[2] < 3 * table.steps[2]
+    assert np.allclose(table.tau, 1 + table.accepted / table.steps)
+    assert np.allclose(table.tokens_per_s, table.output_tokens / table.seconds)
+
+
+def test_calibration_is_judged_on_other_prompts_than_it_was_fitted_on(target, monkeypatch):
+    asked = []
+    serve = ablation.serve
+
+    def watch(target, drafter, prompts, *options):
+        asked.append(prompts)
+        return serve(target, drafter, prompts, *options)
+
+    monkeypatch.setattr(ablation, "serve", watch)
+    drafter = ablation.checkpoint.load(ablation.COMMITTED_DRAFTER, target)
+    table, bins = ablation.calibrate(target, drafter, ("own-gsm8k", "own-aime"), 1, 8, 2)
+    n = drafter.config.max_draft_tokens
+    assert len(asked[0]) == len(asked[1]) == 2 and not [chat for chat in asked[0] if chat in asked[1]]
+    assert table.position.tolist() == list(range(1, n + 1)) and (table.temperature > 0).all()
+    assert set(bins.calibration) == {"before STS", "after STS"}
+    assert bins.groupby(["calibration", "position"]).blocks.sum().eq(table.blocks[0]).all()
+    observed = bins[bins.position == 1].groupby("calibration").apply(lambda b: np.average(b.observed, weights=b.blocks))
+    assert observed.tolist() == pytest.approx([table.observed[0]] * 2)
+
+
+# ---- resuming
+
+
+def test_kept_measures_a_key_once(tmp_path):
+    made = []
+
+    def measure():
+        made.append(1)
+        return pd.DataFrame({"value": [len(made), 10 * len(made)]})
+
+    path = tmp_path / "results" / "table.csv"
+    one = {"drafter": "a", "temperature": 0.0, "concurrency": 4}
+    assert ablation.kept(path, one, measure).value.tolist() == [1, 10]
+    assert ablation.kept(path, one, measure).value.tolist() == [1, 10] and len(made) == 1
+    assert ablation.kept(path, one | {"concurrency": 8}, measure).value.tolist() == [2, 20]
+    assert ablation.kept(path, one, measure, fresh=True).value.tolist() == [3, 30]
+    assert sorted(pd.read_csv(path).value) == [2, 3, 20, 30]
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch, target):
+    """A cache with the embedded target and a few conversations of its, four supervised tokens each."""
+    (tmp_path / "smollm2-135m").symlink_to(cache_dir() / "smollm2-135m")
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    (tmp_path / "data").mkdir()
+    for seed in (0, 1):
+        rows = [
+            {"round": 0, "style": "maths", "split": "heldout" if i == 1 else "train", "target": target.name,
+             "messages": [{"role": "user", "content": f"{seed} {i}"}, {"role": "assistant", "content": "yes"}],
+             "prompt_ids": target.encode_chat([{"role": "user", "content": f"{seed} {i}"}]),
+             "response_ids": [100 + i] * 24}
+            for i in range(4)
+        ]  # fmt: skip
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "data" / f"smollm2-135m-seed{seed}.jsonl").write_text(text)
+    return tmp_path
+
+
+def test_training_data_is_as_much_as_asked_for(own_cache):
+    path = ablation.training_data("smollm2-135m", 100)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["messages"][0]["content"] for row in rows] == ["0 0", "0 1", "0 2", "0 3", "1 0", "1 1", "1 2"]
+    written = path.read_text()
+    (own_cache / "data" / "smollm2-135m-seed0.jsonl").unlink()
+    assert ablation.training_data("smollm2-135m", 100).read_text() == written  # the arms of a later run share it
+
+
+def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, monkeypatch):
+    arms = [Arm("none", 1, 3, 0), Arm("both", 1, 3, 0)]
+    table = ablation.study(config(), arms, tmp_path / "out")
+    assert table.heads.tolist() == ["none", "both"] and (table.n == 3).all() and (table.draft_ms > 0).all()
+    assert table.confidence_ece.isna().tolist() == [True, False]
+    assert (table.parameters[1] - table.parameters[0]) == 49152 * 64 + 512 * 64 + 576 + 64 + 1
+    assert np.allclose(table.tau, 1 + table[[f"accept_pos_{k}" for k in (1, 2, 3)]].sum(axis=1))
+    assert not list(own_cache.glob("ablation/*/step-*"))  # optimiser states are gone, drafters stay
+    assert len(list(own_cache.glob("ablation/*/drafter/model.safetensors"))) == 2
+
+    trained = []
+    monkeypatch.setattr(ablation, "train", lambda *args: trained.append(args))
+    again = ablation.study(config(), arms, tmp_path / "out")
+    pd.testing.assert_frame_equal(again, table, check_dtype=False)
+    assert not trained
+    monkeypatch.setattr(ablation, "serve", lambda *args: pytest.fail("measured again"))
+    assert len(ablation.study(config(), arms[1:], tmp_path / "out")) == 1
+    assert pd.read_csv(tmp_path / "out" / "head_ablation.csv").heads.tolist() == ["both"]
