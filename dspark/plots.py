@@ -195,11 +195,19 @@ def acceptance_by_position(table: pd.DataFrame, n: int) -> Plot:
 
 
 @mpl.rc_context(STYLE)
-def benchmark_bars(table: pd.DataFrame, n_values: tuple[int, ...] = MARKED_N) -> Plot:
-    """Speedup of each drafter on each benchmark, a panel for each n, with the table's 95% intervals."""
+def benchmark_bars(
+    table: pd.DataFrame, n_values: tuple[int, ...] = MARKED_N, published: pd.DataFrame | None = None
+) -> Plot:
+    """Speedup of each drafter on each benchmark, a panel for each n, with the table's 95% intervals.
+
+    published: as for `speedup_vs_n`, of one target and with `benchmark`: hollow marks on the bars of the same name.
+    """
     numbers = ["speedup", "speedup_low", "speedup_high"]
     how = _check(table, *numbers, n_values=n_values)
     benchmarks, drafters = list(how["prompts"]), _drafters(table)
+    if published is not None:
+        drawn = {"benchmark": benchmarks, "drafter": drafters, "n": n_values}
+        published = published[np.logical_and.reduce([published[name].isin(kept) for name, kept in drawn.items()])]
     whole = pd.MultiIndex.from_product([n_values, benchmarks, drafters], names=["n", "benchmark", "drafter"])
     data = table.set_index(whole.names)[numbers].reindex(whole).reset_index()
     figure = Figure((PAGE, 0.5 + 1.5 * len(n_values)))
@@ -213,6 +221,11 @@ def benchmark_bars(table: pd.DataFrame, n_values: tuple[int, ...] = MARKED_N) ->
             style = DRAFTER_STYLE[drafter]
             ax.bar(x, bars["speedup"], 0.92 * width, color=style["color"], label=style["label"])
             ax.vlines(x, bars["speedup_low"], bars["speedup_high"], color="0.15", linewidth=0.8)
+            if published is not None:
+                theirs = published[(published["n"] == n) & (published["drafter"] == drafter)]
+                at = [x[benchmarks.index(name)] for name in theirs["benchmark"]]
+                hollow = {"facecolors": "none", "edgecolors": "0.15", "linewidths": 0.8, "s": 14, "zorder": 3}
+                ax.scatter(at, theirs["speedup"], marker=style["marker"], **hollow)
         ax.set_ylabel(f"Speedup, $n={n}$")
         ax.set_xticks(range(len(benchmarks)), [BENCHMARK_LABELS.get(b, b) for b in benchmarks])
     _legend(figure, axes[0])
@@ -221,7 +234,7 @@ def benchmark_bars(table: pd.DataFrame, n_values: tuple[int, ...] = MARKED_N) ->
         f"Speedup on each benchmark at n={' and '.join(map(str, n_values))} ({_scope(how)}). "
         f"{_SPEEDUP} Error bars: {bars}. An absent bar was not measured."
     )
-    return Plot(figure, data, caption, {"error_bars": bars, **how})
+    return _with_published(Plot(figure, data, caption, {"error_bars": bars, **how}), published)
 
 
 @mpl.rc_context(STYLE)

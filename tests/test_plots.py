@@ -110,6 +110,23 @@ def test_published_points_are_hollow_and_named_apart_from_measured_ones(table):
     assert "DSpark, published (Kimi-K2.6)" in entries and "DSpark" in entries
 
 
+def test_published_points_sit_on_the_bar_of_their_own_benchmark(table):
+    table["benchmark"] = table["benchmark"].replace({"own-gsm8k": "LiveCodeBench"})
+    plot = plots.benchmark_bars(table, published=tables.published_speedup(("Kimi-K2.6",)))
+    theirs = plot.data[plot.data["source"] != "measured"]
+    assert theirs[["benchmark", "drafter", "n", "speedup"]].values.tolist() == [
+        ["LiveCodeBench", "dspark", 3, 1.86], ["LiveCodeBench", "dspark", 7, 1.87]
+    ]  # fmt: skip
+    upper = plot.figure.axes[0]
+    marks = [
+        c.get_offsets().tolist()
+        for c in upper.collections
+        if len(c.get_offsets()) == 1 and "1.86" in str(c.get_offsets())
+    ]
+    bar = next(patch for patch in upper.patches if patch.get_height() == pytest.approx(2.0))  # dspark's, same name
+    assert marks == [[pytest.approx([bar.get_x() + bar.get_width() / 2, 1.86])]]
+
+
 def test_published_accepted_lengths_widen_the_axis(table):
     published = tables.published_tau().query("benchmark == 'mean of 6'").assign(n=9)
     plot = plots.accepted_length_vs_n(table, published)
