@@ -86,7 +86,7 @@ def server_command(config, source: str | None, n: int, longest: int, port: int) 
     environment = {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"}
     if not has_gpu():
         argv += ["--gpu-memory-utilization", "0.3", "--enforce-eager"]
-        environment |= ON_CPU | INTERPRETED
+        environment |= ON_CPU | (INTERPRETED if drafting else {})
     return Command([*argv, *shlex.split(config.vllm_args)], environment)
 
 
@@ -173,7 +173,8 @@ def answers(config, source: str | None, n: int, chats: dict, stop: list[int], fo
     name = "vllm-plain" if source is None else f"vllm-{Path(source).name}-n{n}"
     longest = max(map(len, chats.values()))
     with server(config, source, n, longest, folder, name) as url:
-        ask(url, config, next(iter(chats.values())), stop)  # compiles and warms up
+        if has_gpu():
+            ask(url, config, next(iter(chats.values())), stop)  # compiles and warms up
         before = counters(url)
         got = {key: ask(url, config, chat, stop) for key, chat in chats.items()}
         after = counters(url)
