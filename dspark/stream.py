@@ -156,11 +156,16 @@ class StreamSource:
     def _listen(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 1)
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._socket.close(0)
-            raise OSError(f"cannot listen on {endpoint} ({error}): free the port or choose another") from error
+        deadline = time.monotonic() + 2.0  # a rank that was killed a moment ago may still hold the port
+        while True:
+            try:
+                self._socket.bind(endpoint)
+                break
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                    self._socket.close(0)
+                    raise OSError(f"cannot listen on {endpoint} ({error}): free the port or choose another") from error
+                time.sleep(0.1)
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def __len__(self) -> int:

@@ -251,10 +251,10 @@ def flip(frames: list[bytearray]) -> list[bytearray]:
 
 
 STRANGE = WireSample("f" * 16, "x", "smollm2-135m", (1,), torch.ones(2, dtype=torch.int32), torch.ones(2, 1, 9))
-FAULTS = {  # what happens to the second message of three, the first being the probe's or the sample's
-    "lost": (lambda frames, n: [frames] if n != 2 else [], {"retried": 1}),
-    "a bit flipped": (lambda frames, n: [frames if n != 2 else flip(frames)], {"retried": 1, "damaged": 1}),
-    "truncated": (lambda frames, n: [frames if n != 2 else frames[:3]], {"retried": 1, "damaged": 1}),
+FAULTS = {  # what happens to the last of three messages, those before being a sample and the probe that vouches for it
+    "lost": (lambda frames, n: [frames] if n != 3 else [], {"retried": 1, "unasked": 0, "damaged": 0}),
+    "a bit flipped": (lambda frames, n: [frames if n != 3 else flip(frames)], {"retried": 1, "damaged": 1}),
+    "truncated": (lambda frames, n: [frames if n != 3 else frames[:3]], {"retried": 1, "damaged": 1}),
     "twice": (lambda frames, n: [frames, frames], {"retried": 0, "unasked": 3}),
     "a stranger's": (lambda frames, n: [encode(STRANGE), frames], {"retried": 0, "unasked": 3}),
 }  # fmt: skip
@@ -265,7 +265,7 @@ def test_what_is_lost_is_asked_again_and_what_is_damaged_or_unasked_refused(
     target, verifier, samples, model, tamper, counted
 ):
     with Relay(verifier.endpoints[1], tamper) as relay:
-        streamed = StreamSource(target, samples, verifier.client(timeout=2.0), relay.endpoint, rank=1, in_flight=1)
+        streamed = StreamSource(target, samples, verifier.client(timeout=8.0), relay.endpoint, rank=1, in_flight=1)
         for i in (0, 5):  # the first brings the probe with it
             row = streamed.row([i])
             features, hidden = reference(model, target, samples[i].token_ids)
@@ -383,7 +383,10 @@ def write_talk(target, folder) -> str:
 
 def test_serve_trains_two_ranks_through_a_kill_as_if_nothing_had_been(target, verifier, tmp_path):
     """vLLM is killed at step 3 of 10: training waits, asks again, and equals one undisturbed rank's."""
-    data, train_args = write_talk(target, tmp_path), ["--steps", str(STEPS), "--config", json.dumps(SMALL)]
+    data, train_args = (
+        write_talk(target, tmp_path),
+        ["--steps", str(STEPS), "--heldout-prompts", "0", "--config", json.dumps(SMALL)],
+    )
     for name, value in CONFIG.items():
         train_args += [f"--{name.replace('_', '-')}", str(value)]
     http_port, port = free_ports(2)
@@ -400,14 +403,18 @@ def test_serve_trains_two_ranks_through_a_kill_as_if_nothing_had_been(target, ve
         "--data",
         data,
     ]
-    with (tmp_path / "serve.log").open("w") as log:
-        serving = subprocess.Popen([*command, *train_args], cwd=ROOT, stdout=log, stderr=log)
-        children = Path(f"/proc/{serving.pid}/task/{serving.pid}/children")
-        began, pids = tmp_path / "two" / "log.csv", []
+    log = (tmp_path / "serve.log").open("w")
+    serving = subprocess.Popen([*command, *train_args], cwd=ROOT, stdout=log, stderr=log)
+    try:
+        began = tmp_path / "two" / "log.csv"
         until(lambda: serving.poll() is not None or (began.exists() and len(began.read_text().splitlines()) > 3), 400)
-        pids = [int(pid) for pid in children.read_text().split()]
+        pids = [int(pid) for pid in Path(f"/proc/{serving.pid}/task/{serving.pid}/children").read_text().split()]
         os.killpg(pids[0], signal.SIGKILL)
         serving.wait(400)
+    finally:
+        serving.terminate()
+        serving.wait(30)
+        log.close()
     said = (tmp_path / "serve.log").read_text()
     assert serving.returncode == 0, said[-3000:]
     assert "verifier died and is started again" in said and "waits for the verifier" in said
