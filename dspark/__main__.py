@@ -20,8 +20,10 @@ MODULES = {
     "sweep": ("dspark.evaluate", "main", "measure drafters on benchmarks over n"),
     "serve": ("dspark.serve", "main", "start a live verifier and train on what it streams"),
     "plan": ("dspark.plan", "main", "say whether such a training fits the machine"),
+    "calibrate": ("dspark.ablation", "main", "fit the temperatures of a drafter's confidences, beside its weights"),
     "export": ("dspark.exchange", "export", "write a drafter in a public format, with its model card"),
     "load": ("dspark.exchange", "load", "check a drafter of any public format against its target"),
+    "bench kernels": ("dspark.bench_kernels", "main", "measure the Triton kernels on a GPU"),
     "inspect": ("dspark.inspect_checkpoint", "main", "show what a checkpoint is and what is odd about it"),
 }
 
@@ -63,11 +65,12 @@ def dispatch(argv):
     """Set up what is missing, then run the command that `argv` names."""
     from dspark import notebooks, setup
 
-    command = argv[0] if argv else ""
+    words = 2 if argv[:1] == ["bench"] else 1
+    command = " ".join(argv[:words])
     if command in MODULES:
         setup.ensure(argv)
         module, function, _ = MODULES[command]
-        return getattr(importlib.import_module(module), function)(argv[1:]) or 0
+        return getattr(importlib.import_module(module), function)(argv[words:]) or 0
     if command == "test":
         setup.ensure(argv)
         setup.add_peers()
