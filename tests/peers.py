@@ -218,13 +218,14 @@ def vllm_decisions(raw: dict) -> dict:
     dflash = getattr(hf, "dflash_config", {})
     layout = getattr(hf, "sample_from_anchor", True) if "DFlashDraftModel" not in hf.architectures else False
     spec = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf))
+    confidence = getattr(hf, "enable_confidence_head", False)
     return {
         "sample_from_anchor": layout,
         "aux_hidden_state_layer_ids": get_eagle3_aux_layers_from_config(spec),
         "causal": [_dflash_layer_causal(hf, i) for i in range(hf.num_hidden_layers)],
         "mask_token_id": dflash.get("mask_token_id", getattr(hf, "mask_token_id", None)),
         "rope_theta": hf.rope_parameters["rope_theta"],
-        "confidence": [getattr(hf, "enable_confidence_head", False), getattr(hf, "confidence_head_with_markov", False)],
+        "confidence": confidence and ("with Markov" if getattr(hf, "confidence_head_with_markov", False) else "alone"),
     }
 
 

@@ -209,16 +209,15 @@ def test_vllm_loads_our_files_and_drafts_the_same(toy, matrix, tmp_path):
 
 
 def decisions(raw: dict) -> dict:
-    """What peers.vllm_decisions asks of vLLM, by our reading. Ours has no opinion on a confidence head that is off."""
+    """What peers.vllm_decisions asks of vLLM, by our reading."""
     config, _ = formats.read_config(raw)
-    with_markov = config.confidence_head_with_markov if config.confidence_head else False
     return {
         "sample_from_anchor": config.sample_from_anchor,
         "aux_hidden_state_layer_ids": list(config.aux_hidden_state_layer_ids),
         "causal": [config.causal(layer) for layer in range(config.num_hidden_layers)],
         "mask_token_id": config.mask_token_id,
         "rope_theta": config.rope_theta,
-        "confidence": [config.confidence_head, with_markov],
+        "confidence": config.confidence_head and ("with Markov" if config.confidence_head_with_markov else "alone"),
     }
 
 
