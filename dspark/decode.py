@@ -59,11 +59,14 @@ def verify_greedy(logits: Tensor, drafts: Tensor) -> tuple[int, int]:
     return int(accepted), int(following)
 
 
-def confident_prefix(confidence: Tensor, threshold: float) -> int:
+def confident_prefix(confidence: Tensor, threshold: float, temperatures: Tensor | None = None) -> int:
     """How many drafts to verify: the longest prefix whose survival (product of confidences) is >= threshold.
+    confidence [n]; temperatures [>= n] calibrate it (dspark.schedule).
 
     c_k looks at the tokens before draft k only, so the choice never depends on a token that it admits: lossless.
     """
+    if temperatures is not None:
+        confidence = torch.sigmoid(confidence.double().logit() / temperatures[: len(confidence)])
     return int((confidence.cumprod(0) >= threshold).int().cumprod(0).sum())
 
 
@@ -78,8 +81,11 @@ def decode(
     threshold: float = 0.0,
     seed: int = 0,
     stop_token_ids: frozenset[int] | None = None,
+    temperatures: Tensor | None = None,
 ) -> Iterator[Step]:
-    """Answer `prompt` with n drafts a step, yielding each Step as it is verified; n = 0 decodes without a drafter."""
+    """Answer `prompt` with n drafts a step, yielding each Step as it is verified; n = 0 decodes without a drafter.
+
+    threshold: verify only drafts whose survival reaches it; temperatures [>= n] calibrate the confidences for that."""
     if n and drafter is None:
         raise ValueError(f"num_speculative_tokens = {n} needs a drafter; n = 0 is the autoregressive baseline")
     if not prompt:
@@ -107,20 +113,21 @@ def decode(
         yield step._replace(emitted=emitted)
         if budget <= 0 or emitted[-1] in stop:
             return
-        step, features = _step(target, drafter, anchor, cache, context, length, n, temperature, threshold, generator)
+        limit = (threshold, temperatures)
+        step, features = _step(target, drafter, anchor, cache, context, length, n, temperature, limit, generator)
         if context is not None:
             drafter.extend(context, features, anchor.new_tensor([int(anchor), *step.drafts[: step.accepted]]))
         length += step.accepted + 1
         anchor = anchor.new_tensor([step.emitted[-1]])
 
 
-def _step(target, drafter, anchor, cache, context, length, n, temperature, threshold, generator):
+def _step(target, drafter, anchor, cache, context, length, n, temperature, limit, generator):
     """One draft-verify-accept cycle: (the Step, target features [accepted + 1, m*H] of what it committed)."""
     drafts, q, confidence = anchor[:0], None, None
     if n:
         drafts, q, confidence = drafter.draft(anchor, context, n, temperature, generator)
-        if threshold > 0:
-            drafts = drafts[: confident_prefix(confidence, threshold)]
+        if limit[0] > 0:
+            drafts = drafts[: confident_prefix(confidence, *limit)]
     out = target.forward(torch.cat([anchor, drafts])[None], cache, length)
     uniforms = None
     if temperature > 0:

@@ -95,11 +95,18 @@ def test_every_step_is_that_of_decode(toy, changes):
     assert sum(sum(got.accepted) for got in alone) > 0
 
 
-def test_one_request_verifies_what_decode_verifies(toy, drafter):
+@pytest.mark.parametrize("temperatures", [None, [0.5, 2.0, 3.0]])
+def test_one_request_verifies_what_decode_verifies(toy, drafter, temperatures):
+    scale = None if temperatures is None else torch.tensor(temperatures)
+    options, verified = {"stop_token_ids": NEVER}, set()
     for threshold in (0.0, 0.3, 0.6):
-        alone = answer(toy, drafter, PROMPTS[2], 3, 20, threshold=threshold, stop_token_ids=NEVER)
-        (served,) = serve(toy, drafter, PROMPTS[2:3], Threshold(3, threshold), 1, 20, stop_token_ids=NEVER)
+        alone = answer(toy, drafter, PROMPTS[2], 3, 20, threshold=threshold, temperatures=scale, **options)
+        (served,) = serve(
+            toy, drafter, PROMPTS[2:3], Threshold(3, threshold), 1, 20, temperatures=temperatures, **options
+        )
         assert (served.tokens, served.drafted, served.accepted) == (alone.tokens, alone.drafted, alone.accepted)
+        verified |= set(alone.drafted)
+    assert len(verified) > 2
 
 
 def test_threshold_zero_is_fixed_n(toy, drafter):
