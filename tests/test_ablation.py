@@ -9,7 +9,7 @@ import torch
 from scipy.stats import ttest_rel
 from tiny import tiny_config, tiny_drafter, tiny_target
 
-from dspark import ablation, batched
+from dspark import ablation, ablation_plots, batched
 from dspark.ablation import HEADS, AblationConfig, Arm
 from dspark.batched import Served
 from dspark.config import PRESETS
@@ -221,3 +221,47 @@ def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, m
     monkeypatch.setattr(ablation, "serve", lambda *args: pytest.fail("measured again"))
     assert len(ablation.study(config(), arms[1:], tmp_path / "out")) == 1
     assert pd.read_csv(tmp_path / "out" / "head_ablation.csv").heads.tolist() == ["both"]
+
+
+# ---- figures
+
+
+def lines(ax):
+    """{label: (x, y)} of what is drawn and named."""
+    return {
+        line.get_label(): [list(axis) for axis in line.get_data()] for line in ax.lines if line.get_label()[0] != "_"
+    }
+
+
+def test_figures_of_the_arms_show_means_and_ranges_over_seeds():
+    table = pd.DataFrame([
+        cell("none", 0, "a", 1.5, (0.5, 0.2)), cell("none", 1, "a", 1.9, (0.7, 0.3)),
+        cell("both", 0, "a", 2.0, (0.8, 0.6)), cell("both", 1, "a", 2.4, (0.8, 0.4)),
+    ])  # fmt: skip
+    plot = ablation_plots.acceptance_of_arms(ablation.by_position(table))
+    right = lines(plot.figure.axes[1])
+    assert list(right) == ["no head (DFlash)", "both (DSpark)"]
+    assert right["no head (DFlash)"] == [[1, 2], pytest.approx([0.6, 0.25])]
+    first = plot.data.iloc[0]
+    assert (first.unconditional_low, first.unconditional_high) == pytest.approx((0.5, 0.7))
+    plot = ablation_plots.block_sizes(ablation.by_seed(table))
+    assert lines(plot.figure.axes[0])["both (DSpark), 2 layers"] == [[2], pytest.approx([2.2])]
+
+
+def test_figures_of_calibration_cost_and_load_draw_their_tables():
+    bins = pd.DataFrame({"position": [1, 1, 2, 2], "calibration": ["before STS", "after STS"] * 2,
+                         "predicted": [0.9, 0.6, 0.8, 0.4], "observed": [0.6, 0.6, 0.3, 0.4]})  # fmt: skip
+    plot = ablation_plots.reliability_diagrams(bins)
+    assert [lines(ax)["after STS"] for ax in plot.figure.axes[:2]] == [[[0.6], [0.6]], [[0.4], [0.4]]]
+    costs = pd.DataFrame({"requests": [1, 1, 4, 4], "tokens": [1, 2, 4, 8], "step_ms": [10.0, 20, 30, 50]})
+    plot = ablation_plots.step_costs(costs.assign(sps=1e3 / costs.step_ms))
+    assert lines(plot.figure.axes[0])["R = 4"] == [[4, 8], [30, 50]]
+    load = pd.DataFrame({"policy": ["fixed n=3", "scheduler (early stop)"] * 2, "concurrency": [1, 1, 4, 4],
+                         "drafter": "d", "threshold": [0.0, 0.5, 0.0, 0.5], "tau": 2.0, "verified_per_token": 1.5,
+                         "tokens_per_s": [20.0, 21, 60, 66], "per_user_tokens_per_s": [20.0, 21, 15, 16]})  # fmt: skip
+    left, right = ablation_plots.load_curves(load).figure.axes
+    assert lines(left)["scheduler (early stop)"] == [[1, 4], [21, 66]]
+    assert lines(right)["scheduler (early stop)"] == [[21, 16], [21, 66]]
+    sweep = ablation_plots.threshold_sweep(load[load.concurrency == 4][::-1])
+    assert lines(sweep.figure.axes[2])["d"] == [[0.0, 0.5], [60, 66]]
+    assert "concurrency 4" in sweep.caption
