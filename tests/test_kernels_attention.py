@@ -105,7 +105,7 @@ def test_a_context_split_among_programs_gives_the_same(splits, monkeypatch):
         for tensor in inputs[1:3]:
             for start, length in zip(starts.tolist(), lengths, strict=True):
                 tensor[start + length : start + capacity] = torch.nan
-    monkeypatch.setattr(kernel, "_processors", lambda device: splits * 3 * 2)  # 3 tiles, 2 key heads
+    monkeypatch.setattr(kernel, "processors", lambda device: splits * 3 * 2)  # 3 tiles, 2 key heads
     with kernels(kernel, "_forward"), torch.no_grad():
         assert_near(block_attention(*inputs, anchors, starts), wanted)
 

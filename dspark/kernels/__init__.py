@@ -17,7 +17,7 @@ from dspark.kernels import (
     verify_reference,
 )
 
-__all__ = ["acceptance_loss", "block_attention", "markov_decode", "runs_triton", "verify"]
+__all__ = ["acceptance_loss", "block_attention", "markov_decode", "processors", "runs_triton", "verify"]
 
 
 @torch.compiler.assume_constant_result  # read when a compiled function is traced
@@ -29,6 +29,12 @@ def runs_triton(device: str) -> bool:
     if choice == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"DSPARK_KERNELS = triton on a {device} tensor: use a GPU, or set TRITON_INTERPRET=1 (slow)")
     return choice == "triton" or choice == "auto" and device == "cuda"
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a made-up few under the interpreter, so that small tests share work as a GPU does."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @functools.wraps(acceptance_loss_reference.acceptance_loss)

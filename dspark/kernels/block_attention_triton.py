@@ -16,12 +16,12 @@ A key tile's backward walks the rows of the blocks that may see it. Every output
 Floor: q, k, v, o once; 4 d FLOPs a visible (row, key) pair forward and 10 d backward (14 d with what is recomputed).
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dspark.kernels import processors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -205,12 +205,6 @@ def _backward_kv(Q, K, V, ANCHORS, STARTS, LSE, DO, DELTA, FIRST, LAST, DK, DV, 
 # ---- launchers
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors; a made-up few under the interpreter, so that small tests split the context as a GPU does."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
 def _shape(q: Tensor, context_k: Tensor, causal: bool, window: int | None) -> dict:
     """The kernels' compile-time numbers."""
     _, n, heads, d = q.shape
@@ -257,7 +251,7 @@ def _attention(
     tiles, rows, BM = _row_tiles(q, context_k, 128 if half else 16)
     BN, warps, stages = (64, 8 if BM == 128 else 4, 2) if half else (32, 4, 1)
     # Few blocks and a long context, as in decoding: several programs share a tile's context.
-    splits = max(1, min(32, _processors(q.device) // (tiles * kv), triton.cdiv(len(context_k), 2 * BN)))
+    splits = max(1, min(32, processors(q.device) // (tiles * kv), triton.cdiv(len(context_k), 2 * BN)))
     out = q.new_empty(splits, A, n, heads, d, dtype=q.dtype if splits == 1 else torch.float32)
     lse = q.new_empty(splits, A, n, heads, dtype=torch.float32)
     _forward[tiles, kv, splits](

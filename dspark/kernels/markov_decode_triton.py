@@ -98,7 +98,7 @@ def markov_decode(
     embeddings = w1.new_empty(B, n, rank)
     logits = base.new_full((B, n, D), float("-inf"), dtype=torch.float32) if temperature > 0 else None
     BB = 1 if B == 1 or candidates else max(16, min(64, triton.next_power_of_2(B)))
-    BC = 64 if BB > 1 else 32
+    BC = 64 if BB > 1 and w2.dtype != torch.float32 else 32
     for k in range(n):
         _position[triton.cdiv(columns, BC), triton.cdiv(B, BB)](
             kept, anchors.contiguous(), w1, w2, d2t, likely if candidates else None, seeds, keys, logits, embeddings, k,

@@ -12,13 +12,12 @@ order could change: runs repeat exactly. Rows that a ragged request has not are 
 Floor: the target's logits once (sampling reads one row of each request twice more, from the cache).
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark.kernels import processors
 from dspark.kernels.verify_reference import Verified
 
 NONE = tl.constexpr(0x7FFFFFFF)
@@ -141,18 +140,13 @@ def _verify(LOGITS, DRAFTS, ROWS, UNIFORMS, Q, TO_DRAFT, TOPS, PLACES, TOTALS, C
                 q_row = Q + (request * N + accepted) * D  # read only where a draft was rejected, so accepted < N
             following = _draw(
                 LOGITS + tl.sum(tl.where(here, rows, 0), 0) * V, q_row, TO_DRAFT, V,
-                tl.sum(tl.where(here, base, 0.0), 0), tl.sum(tl.where(here, total, 0.0), 0), tl.sum(tl.where(here, draft, 0), 0), accepted < length,
+                tl.sum(tl.where(here, base, 0.0), 0), tl.sum(tl.where(here, total, 0.0), 0),
+                tl.sum(tl.where(here, draft, 0), 0), accepted < length,
                 tl.load(UNIFORMS + request * (N + 1) + N), inverse_temperature, KIND, BV,
             )  # fmt: skip
         else:
             following = tl.sum(tl.where(here, choice, 0), 0)
         tl.store(FOLLOWING + request, following.to(tl.int64))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors; a made-up few under the interpreter, so that small tests share rows as a GPU does."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 def verify(
@@ -167,7 +161,7 @@ def verify(
     """As the reference, in float32."""
     (B, n), V, sampled = drafts.shape, logits.shape[-1], temperature > 0
     BV = 1024 if V > 1024 else triton.next_power_of_2(V)
-    splits = max(1, min(triton.cdiv(V, BV), triton.cdiv(2 * _processors(logits.device), B * (n + 1))))
+    splits = max(1, min(triton.cdiv(V, BV), triton.cdiv(2 * processors(logits.device), B * (n + 1))))
     tops, totals = (logits.new_empty(B, n + 1, splits, dtype=torch.float32) for _ in range(2))
     places = torch.empty_like(tops, dtype=torch.int32)
     counts = torch.zeros(B, dtype=torch.int32, device=logits.device)
