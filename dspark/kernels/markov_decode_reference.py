@@ -42,21 +42,21 @@ def markov_decode(
         base = torch.full_like(base, float("-inf")).scatter_(-1, likely.indices, likely.values)
     generators = [torch.Generator(base.device).manual_seed(seed) for seed in seeds.tolist()] if temperature > 0 else []
     state = head.initial_state(len(anchors)) if head else None
-    previous, tokens, chosen, kept, embeddings = anchors, [], [], [], []
+    previous, choices, tokens, every, embeddings = anchors, [], [], [], []
     for k in range(base.shape[1]):
         logits = base[:, k].float()
         if head:
-            embeddings.append(head.markov_w1(previous))
             m, state = head.step(previous, hidden[:, k], state)
+            embeddings.append(m if head.kind == "vanilla" else head.markov_w1(previous))
             logits = logits + head.bias(m).float()
-        score = logits
+        every.append(logits)
         if temperature > 0:
-            kept.append(logits / temperature)
             noise = [torch.empty_like(logits[0]).exponential_(generator=generator) for generator in generators]
-            score = kept[-1] - torch.stack(noise).log_()
-        choice = score.argmax(-1)
-        chosen.append(logits.gather(1, choice[:, None]))
-        previous = choice if d2t is None else choice + d2t[choice]
+            logits = logits / temperature - torch.stack(noise).log_()
+        choices.append(logits.argmax(-1))
+        previous = choices[-1] if d2t is None else choices[-1] + d2t[choices[-1]]
         tokens.append(previous)
-    every = (torch.stack(part, 1) if part else None for part in (kept, embeddings))
-    return MarkovDraft(torch.stack(tokens, 1), torch.cat(chosen, 1), *every)
+    logits = torch.stack(every, 1)
+    chosen = logits.gather(-1, torch.stack(choices, 1)[..., None])[..., 0]
+    scaled = logits / temperature if temperature > 0 else None
+    return MarkovDraft(torch.stack(tokens, 1), chosen, scaled, torch.stack(embeddings, 1) if head else None)
