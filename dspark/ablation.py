@@ -202,7 +202,8 @@ def study(config: AblationConfig, arms: list[Arm], out: Path, fresh: bool = Fals
         key = {"profile": config.profile, "target": config.target, **dataclasses.asdict(arm), "run": runs[arm]}
         rows = [{**key, **row, "parameters": parameters, "draft_ms": np.nan} for row in
                 measure(target, drafter, config, arm)]  # fmt: skip
-        table = pd.concat([table, pd.DataFrame(rows)], ignore_index=True)
+        rows = pd.DataFrame(rows)  # joined to an empty table, integers would become floats
+        table = pd.concat([table, rows], ignore_index=True) if len(table) else rows
         table.to_csv(path, index=False)
     if table.draft_ms.isna().any():
         drafters = {runs[arm]: checkpoint.load(folder, target) for arm, folder in folders.items()}

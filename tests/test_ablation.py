@@ -208,6 +208,7 @@ def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, m
     table = ablation.study(config(), arms, tmp_path / "out")
     assert table.heads.tolist() == ["none", "both"] and (table.n == 3).all() and (table.draft_ms > 0).all()
     assert table.confidence_ece.isna().tolist() == [True, False]
+    assert len(ablation.by_position(table)) == 6 and (ablation.by_seed(table).tau == table.tau).all()
     assert (table.parameters[1] - table.parameters[0]) == 49152 * 64 + 512 * 64 + 576 + 64 + 1
     assert np.allclose(table.tau, 1 + table[[f"accept_pos_{k}" for k in (1, 2, 3)]].sum(axis=1))
     assert not list(own_cache.glob("ablation/*/step-*"))  # optimiser states are gone, drafters stay
