@@ -78,8 +78,9 @@ def test_thinking_goes_to_the_chat_template(target):
     tokenizer, hello = target.tokenizer, [{"role": "user", "content": "Hi"}]
     before, tokenizer.chat_template = tokenizer.chat_template, "{{ 'on' if enable_thinking else 'off' }}"
     try:
-        assert target.encode_chat(hello, **SweepConfig("test", thinking=True).template) == tokenizer("on")["input_ids"]
-        assert target.encode_chat(hello, **SweepConfig("test", thinking=False).template) == tokenizer("off")["input_ids"]
+        for thinking, word in ((True, "on"), (False, "off")):
+            template = SweepConfig("test", thinking=thinking).template
+            assert target.encode_chat(hello, **template) == tokenizer(word)["input_ids"]
     finally:
         tokenizer.chat_template = before
 
