@@ -17,13 +17,9 @@ from dspark.selfwrite import split_of
 from dspark.target import Target
 
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-_FUNCTION = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
-_CONTEST = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
-    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
-    "for the program\n\n### Question:\n{}\n\n### Format: {}\n```python\n{}\n```\n\n### Answer: (use the provided "
-    "format with backticks)"
-)  # LiveCodeBench's own
+_FUNCTION = "Complete this Python function so that its tests pass.\n```python\n{}\n```"
+_CONTEST = "Solve this programming problem in Python. Answer with the whole program and nothing else.\n\n{}"
+_STARTER = "\n\nBegin from this code:\n```python\n{}\n```"
 
 
 class Benchmark(NamedTuple):
@@ -262,12 +258,10 @@ def revision_of(dataset: str, revision: str | None) -> str | None:
 
 
 def render(benchmark: str, row: dict) -> str:
-    """The prompt of a row of a public benchmark, worded as the field words it (design: section 6)."""
+    """The prompt of a row of a public benchmark, in our words where the field has no usual ones."""
     where = BENCHMARKS[benchmark]
     if benchmark == "SPEED-Bench Coding":
         return row["turns"][0]
     if benchmark == "LiveCodeBench":
-        code = row.get("starter_code")
-        form = "Use the following code structure:" if code else "Write your code in the following format:"
-        return _CONTEST.format(row[where.text], form, code or "# YOUR CODE HERE")
+        return _CONTEST.format(row[where.text]) + (_STARTER.format(code) if (code := row.get("starter_code")) else "")
     return where.template.format(row[where.text])

@@ -158,17 +158,15 @@ def test_the_last_box_counts_with_its_braces():
 # ---- public benchmarks
 
 
-def test_rows_are_worded_as_the_field_words_them():
+def test_rows_of_public_benchmarks_become_prompts():
     boxed = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert render("GSM8K", {"question": "1 {x}?"}) == "1 {x}?" + boxed
     assert render("AIME", {"problem": "Find."}) == render("MATH500", {"problem": "Find."}) == "Find." + boxed
     code = "def f():\n"
-    assert render("HumanEval", {"prompt": code}).endswith(f"passes the tests:\n```python\n{code}\n```")
-    contest = render("LiveCodeBench", {"question_content": "Sum.", "starter_code": ""})
-    assert "### Question:\nSum.\n\n### Format: Write your code" in contest and "# YOUR CODE HERE" in contest
-    assert "structure:\n```python\nclass S:\n```" in render(
-        "LiveCodeBench", {"question_content": "Sum.", "starter_code": "class S:"}
-    )
+    assert render("HumanEval", {"prompt": code}).endswith(f"tests pass.\n```python\n{code}\n```")
+    assert render("LiveCodeBench", {"question_content": "Sum.", "starter_code": ""}).endswith("else.\n\nSum.")
+    contest = render("LiveCodeBench", {"question_content": "Sum.", "starter_code": "class S:"})
+    assert contest.endswith("Sum.\n\nBegin from this code:\n```python\nclass S:\n```")
     assert render("SPEED-Bench Coding", {"turns": ["first", "second"]}) == "first"
 
 
