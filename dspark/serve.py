@@ -124,6 +124,7 @@ def trainer_command(profile: Profile, verifier: str, listen: str, port: int, tra
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(profile.trainers),
         "-m", "dspark", "train", "--preset", profile.preset, "--target", PRESETS[profile.preset].target,
         "--verifier", verifier, "--listen", f"tcp://{listen}:{port}",
+        "--block-sizes", str(PRESETS[profile.preset].max_draft_tokens),
         "--dtype", profile.dtype, "--row-tokens", str(profile.row_tokens), "--anchors", str(profile.anchors),
         "--micro-batches", str(profile.micro_batches), *train_args,
     ]  # fmt: skip

@@ -365,7 +365,7 @@ def test_a_full_disk_is_said_once_and_leaves_no_partial_file(source, samples, tm
 # ---- the whole: one command, two ranks, a verifier killed on the way
 
 TALK = [f"Tell me something about the number {n}, please." for n in range(16)]
-SMALL = {"num_hidden_layers": 1, "intermediate_size": 64, "draft_vocab_size": 64, "markov_rank": 4, "block_size": 4}
+SMALL = {"num_hidden_layers": 1, "intermediate_size": 64, "draft_vocab_size": 64, "markov_rank": 4}
 STEPS, CONFIG = 10, {"row_tokens": 96, "anchors": 8, "micro_batches": 4, "dtype": "float32"}
 
 
@@ -436,7 +436,7 @@ def test_serve_trains_two_ranks_through_a_kill_as_if_nothing_had_been(target, ve
     for mine, theirs in zip(one, two, strict=True):
         assert mine["draft_tokens"] == theirs["draft_tokens"] and mine["epoch"] == theirs["epoch"]
         assert float(theirs["loss"]) == pytest.approx(float(mine["loss"]), rel=2e-3)
-    assert checkpoint.load(tmp_path / "two" / "drafter", target).config.block_size == 4
+    assert checkpoint.load(tmp_path / "two" / "drafter", target).config.markov_rank == 4
 
 
 def until(condition, seconds: float) -> None:
