@@ -1,7 +1,7 @@
 """vLLM as the sweep's other engine: its own OpenAI-compatible server, once plain and once a (drafter, n).
 
 Answers come as token ids, accepted and drafted counts a step with each of them (vLLM's per-request metrics), and the
-server's counters, read before and after, must be their sum. Without a GPU vLLM's drafting runs by Triton's interpreter:
+server's counters, read before and after, must be their sum. Without a GPU vLLM's drafters run by Triton's interpreter:
 right for acceptance, meaningless for speed, so that no time is kept.
 
 `python3 -m dspark.vllm_engine ARGS` is that server, with what vLLM 0.32 lacks on a CPU mended first.
@@ -86,7 +86,8 @@ def server_command(config, source: str | None, n: int, longest: int, port: int) 
     environment = {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"}
     if not has_gpu():
         argv += ["--gpu-memory-utilization", "0.3", "--enforce-eager"]
-        environment |= ON_CPU | (INTERPRETED if drafting else {})
+        native = not drafting or drafting["method"] == "ngram"  # the other runner needs no Triton
+        environment |= ON_CPU | ({} if native else INTERPRETED)
     return Command([*argv, *shlex.split(config.vllm_args)], environment)
 
 
