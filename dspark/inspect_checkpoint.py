@@ -79,7 +79,8 @@ def inspect(source: str | Path) -> Anatomy:
     if config is not None:
         rows += [("target", config.target), *shape_rows(config)]
         odd += _oddities(config, raw, tensors)
-    return Anatomy(str(source), rows, _parts(tensors), tensors, odd)
+    shown = Path(source).resolve().name if Path(source).is_dir() else str(source)  # a notebook keeps no machine's paths
+    return Anatomy(shown, rows, _parts(tensors), tensors, odd)
 
 
 def _preset(name: str) -> Anatomy:
