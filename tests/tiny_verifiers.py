@@ -19,7 +19,7 @@ KINDS = {
     "mla": DeepseekV3Config(  # DeepSeek-V3's family, as Kimi's: latent attention, shared and routed experts
         **SIZE, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=32,
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
-        q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+        q_lora_rank=32, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=16, v_head_dim=16,
         topk_method="noaux_tc", scoring_func="sigmoid",  # vLLM wants them said
     ),
     "sliding": MinistralConfig(  # full and sliding attention in turn
