@@ -24,6 +24,7 @@ MODULES = {
     "export": ("dspark.exchange", "export", "write a drafter in a public format, with its model card"),
     "load": ("dspark.exchange", "load", "check a drafter of any public format against its target"),
     "bench kernels": ("dspark.bench_kernels", "main", "measure the Triton kernels on a GPU"),
+    "bench stream": ("dspark.bench_stream", "main", "measure the transport of hidden states against files"),
     "bench train": ("dspark.bench_train", "main", "measure training against speculators' trainer"),
     "inspect": ("dspark.inspect_checkpoint", "main", "show what a checkpoint is and what is odd about it"),
 }

@@ -1,6 +1,6 @@
 """The transport alone: samples of the Kimi shape from one process to another, against files on the same disk.
 
-`python3 -m dspark.bench_stream` alternates both in one run and prints GB/s of each round. Checksums, and for files
+`python3 -m dspark bench stream` alternates both in one run and prints GB/s of each round. Checksums, and for files
 safetensors' own writing and reading, are part of the time; producing the states is not.
 """
 
@@ -80,16 +80,12 @@ def measure(tokens: int = 2048, count: int = 8, rounds: int = 3) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="dspark.bench_stream", description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="dspark bench stream", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="of a sample")
     parser.add_argument("--count", type=int, default=8, help="samples a round")
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for row in measure(args.tokens, args.count, args.rounds):
         ratio = row["stream"] / row["files"]
         print(f"round {row['round']}: stream {row['stream']:.2f} GB/s, files {row['files']:.2f} GB/s, {ratio:.1f}x")
-
-
-if __name__ == "__main__":
-    main()

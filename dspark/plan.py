@@ -60,7 +60,7 @@ TARGETS = {
 @dataclass(frozen=True)
 class Machine:
     """One GPU, or the whole machine where there is none. The assumptions are ours; `link` is bytes/s over loopback as
-    `python3 -m dspark bench-stream` measures it."""
+    `python3 -m dspark bench stream` measures it."""
 
     memory: float
     flops: float  # dense bfloat16, as the vendor states it
