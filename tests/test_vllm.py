@@ -3,7 +3,7 @@
 A checkpoint that is read by other conventions (layer ids, positions, rope, block layout, d2t) loads without a word
 and only loses acceptance, so nothing short of drafting shows the fault. In float32 greedy both engines compute the
 same drafts but for rounding of about 1e-6, hence no tolerance: one other argmax is one other convention. A GPU runs
-vLLM as it is; without one, vLLM's DSpark needs what `on_cpu` below mends and is too slow to measure speed.
+vLLM as it is; without one, vLLM's DSpark needs what `vllm_engine.on_cpu` mends and is too slow to measure speed.
 """
 
 import json
@@ -11,22 +11,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from dspark import serve
 from dspark.paths import DATA, ROOT
+from dspark.vllm_engine import INTERPRETED, on_cpu
 
 DRAFTER = DATA / "drafters" / "smollm2-135m-dspark"
 SETS = ("own-gsm8k", "own-humaneval")  # the first prompt of each, both in one batch
 N, NEW_TOKENS, TIME_LIMIT = 4, 24, 480  # drafts a step, tokens an answer, seconds
-ON_CPU = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",  # the only one that has DSpark
+ON_CPU = serve.ON_CPU | INTERPRETED | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a spawned engine would import vLLM without the stand-in
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="vLLM is published for Linux only")
@@ -93,26 +91,6 @@ def run_vllm(job: dict, folder: Path) -> dict:
         pytest.fail(f"vLLM took more than {TIME_LIMIT} s; its last words:\n{(late.stdout or b'').decode()[-3000:]}")
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return json.loads((folder / "answers.json").read_text())
-
-
-def on_cpu() -> None:
-    """What vLLM 0.32's DSpark lacks without a GPU; to be called before vLLM is imported."""
-    import torch
-    import torch.nn.functional as F
-    from triton.backends import backends
-
-    # vLLM gives up Triton, and with it DSpark, where Triton names no active backend. The interpreter needs none.
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
-
-    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
-
-    def normalize_context_k(self, keys):  # [layers, tokens, kv heads, head_dim]
-        weights = self._k_norm_weights
-        return torch.stack([F.rms_norm(k, w.shape, w, self._rms_norm_eps) for k, w in zip(keys, weights, strict=True)])
-
-    # The CPU's rms_norm takes the first row of stacked weights for all (as XPU's did: vllm-xpu-kernels issue 573), so
-    # every draft layer's context keys would get layer 0's k_norm: hidden states 5% off, other drafts, and no error.
-    DFlashQwen3Model._normalize_context_k = normalize_context_k
 
 
 def main(job_file: str, answers_file: str) -> None:
