@@ -136,7 +136,7 @@ def test_a_slow_trainer_bounds_what_the_verifier_holds_and_gets_everything(socke
 
     producer = threading.Thread(target=produce)
     producer.start()
-    time.sleep(0.5)
+    until(lambda: waited)
     assert producer.is_alive() and len(held) < 12  # it waits for the trainer
     for seed in range(12):
         got = receive(socket)
