@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dspark import baselines, ranks, stream
+from dspark import baselines, checkpoint, ranks, stream
 from dspark.config import PRESETS, DSparkConfig
 from dspark.data import Sample, frequent_ids, heldout_prompts, load_samples
 from dspark.decode import heldout_tau
@@ -373,6 +373,14 @@ def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], see
     return drafter.adopt_target(target.embed_tokens, target.lm_head, ids)
 
 
+def trained_drafter(folder: Path, target: Target) -> DSparkDrafter:
+    """A drafter to go on training, in float32; embedding and LM head stay frozen."""
+    drafter = checkpoint.load(folder, target, torch.float32)
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(name not in ("embed_tokens.weight", "lm_head.weight"))
+    return drafter
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="dspark train", description=__doc__.splitlines()[0])
     parser.add_argument("--target", default=EMBEDDED, help="embedded default, hub name or folder")
@@ -381,6 +389,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="run folder: checkpoints, logs, and the drafter")
     parser.add_argument("--drafter", default="dspark", choices=baselines.KINDS, help="a baseline takes the same size")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of DSparkConfig fields to change")
+    parser.add_argument("--init", type=Path, help="begin from the weights of this drafter, any readable format")
     stream.add_arguments(parser)
     for field in dataclasses.fields(TrainConfig):
         kind = {"bool": lambda text: text.lower() in ("1", "true"), "int": int, "float": float, "str": str}
@@ -390,13 +399,18 @@ def main(argv: list[str]) -> None:
         else:
             parser.add_argument(name, type=kind[field.type.__name__], default=field.default, help=f"{field.default}")
     args = vars(parser.parse_args(argv))
-    shape = PRESETS[args["preset"]].replace(target=args["target"], **args["config"])
-    shape = baselines.shape_of(args["drafter"], shape)
+    if args["init"]:
+        if args["config"] or args["drafter"] != "dspark":
+            parser.error("--init keeps the shape of the drafter it begins from: leave out --config and --drafter")
+        shape = checkpoint.read(args["init"]).config
+    else:
+        shape = PRESETS[args["preset"]].replace(target=args["target"], **args["config"])
+        shape = baselines.shape_of(args["drafter"], shape)
     config = TrainConfig(
         **{f.name: args[f.name] for f in dataclasses.fields(TrainConfig)} | {"block_sizes": tuple(args["block_sizes"])}
     )
     data = args["data"] or written_files(args["target"], data_folder())
-    train(args["target"], shape, config, data, args["out"], args if args["verifier"] else None)
+    train(args["target"], shape, config, data, args["out"], args if args["verifier"] else None, args["init"])
 
 
 def train(
@@ -406,9 +420,11 @@ def train(
     data: list[Path],
     out: Path,
     streamed: dict | None = None,
+    init: Path | None = None,
 ) -> DSparkDrafter:
     """Train (or resume) in `out`; at the end out/drafter holds the drafter in the native format.
 
+    init: folder of the drafter of this shape to begin from, with its draft vocabulary; None begins at random.
     streamed: what stream.add_arguments parsed, to read the states from a live verifier. Under torchrun, every rank
     calls this.
     """
@@ -426,13 +442,14 @@ def train(
     else:
         with ranks.first_alone():  # it makes the file that the others find
             source = LocalSource(target, samples, cache_dir() / "hidden")
-    trainer = Trainer(new_drafter(shape, target, samples, config.seed), target, source, heldout, config, out)
+    drafter = trained_drafter(init, target) if init else new_drafter(shape, target, samples, config.seed)
+    trainer = Trainer(drafter, target, source, heldout, config, out)
     trainer.run()
     drafter = trainer.inference_drafter()
     if rank == 0:
-        baselines.save(drafter, Path(out) / "drafter")
         recipe = {
             "drafter": dataclasses.asdict(shape),
+            "init": Path(init).name if init else "random",
             "training": dataclasses.asdict(config),
             "conversations": len(samples),
             "response_tokens": int(sum(sample.loss_mask.sum() for sample in samples)),
@@ -440,6 +457,7 @@ def train(
             "seconds": round(trainer.seconds),
         }
         (Path(out) / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+        baselines.save(drafter, Path(out) / "drafter", history=out)
     source.close()
     ranks.finish()
     return drafter

@@ -449,3 +449,13 @@ def test_the_command_trains_resumes_and_exports(target, tmp_path, monkeypatch):
     recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())
     assert recipe["training"]["block_sizes"] == [4, 2] and recipe["training"]["detach_confidence"] is False
     assert recipe["conversations"] == 1 and recipe["draft_tokens"] > 0
+    further = ["--data", command[1], "--out", str(tmp_path / "more"), "--init", str(tmp_path / "run" / "drafter")]
+    train.main([*further, "--dtype", "float32", "--steps", "1", "--anchors", "8", "--block-sizes", "4", "--lr", "0"])
+    more = checkpoint.load(tmp_path / "more" / "drafter", target)
+    assert torch.equal(more.d2t, drafter.d2t)
+    w1 = "markov_head.markov_w1.weight"  # under lr 0 what AdamW holds stays as it was, what Muon holds does not
+    assert torch.equal(more.state_dict()[w1], drafter.state_dict()[w1])
+    assert not torch.equal(more.fc.weight, drafter.fc.weight)
+    assert "| init | drafter |" in (tmp_path / "more" / "drafter" / "README.md").read_text()
+    with pytest.raises(SystemExit):
+        train.main([*further, "--config", json.dumps(small)])
