@@ -112,7 +112,7 @@ def parser():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("--profile", default="cpu", help="a file of notebooks/params (default: %(default)s)")
-    run.add_argument("--only", metavar="01,04", help="these notebooks only")
+    run.add_argument("--only", metavar="02,03", default=notebooks.MAIN_JOB, help="these, or all (default: %(default)s)")
     run.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="set a parameter")
     run.add_argument("--out", metavar="DIR", help="where results go (default: .runs/<profile>)")
     run.add_argument("--benchmarks", metavar="DIR", help="a folder of benchmarks, JSONL rows with `turns`")

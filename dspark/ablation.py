@@ -44,6 +44,8 @@ HEADS = {
     "rnn": {"markov_head_type": "rnn"},
 }
 MAIN_ARMS = ("none", "markov", "confidence", "both")
+# A detached confidence head leaves no trace in the rest: one training gives the arm with it and the arm without.
+WITHOUT_CONFIDENCE = {"none": "confidence", "markov": "both"}
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,15 @@ def trained(config: AblationConfig, arm: Arm, data: Path) -> Path:
     shape, training = config.shape_of(arm), config.training_of(arm)
     run = _digest(shape, training, hashlib.sha256(data.read_bytes()).hexdigest())
     folder = cache_dir() / "ablation" / f"{arm.name}-{run}"
-    if not (folder / "recipe.json").exists():  # written last
-        train(config.target, shape, training, [data], folder)
+    if not (folder / "COMPLETE").exists():
+        if arm.heads in WITHOUT_CONFIDENCE and training.detach_confidence:
+            whole = trained(config, dataclasses.replace(arm, heads=WITHOUT_CONFIDENCE[arm.heads]), data)
+            _, tensors, notes = checkpoint.read(whole)
+            kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
+            checkpoint.write(checkpoint.Checkpoint(shape, kept, notes), folder / "drafter")
+        else:
+            train(config.target, shape, training, [data], folder)
+        (folder / "COMPLETE").touch()
     for step in folder.glob("step-*"):  # optimiser states: large, and of no more use
         shutil.rmtree(step)
     return folder / "drafter"

@@ -20,6 +20,7 @@ from typing import Any
 from dspark import UserError
 from dspark.paths import NOTEBOOKS, ROOT
 
+MAIN_JOB = "01,04"  # what runs without --only; the others train for longer than a first look should take
 # Parameters that the runner sets itself.
 RUNNERS_OWN = ("profile", "out", "fresh")
 ARTEFACTS = (".ipynb", ".csv", ".json", ".pdf", ".png")
@@ -77,10 +78,10 @@ def summary() -> str:
     return "\n".join([f"profiles: {', '.join(profiles())}", "notebooks:", *lines])
 
 
-def selected(only: str | None) -> dict[str, Path]:
-    """The notebooks that `--only` names, all without it."""
+def selected(only: str) -> dict[str, Path]:
+    """The notebooks that `--only` names, those of the main job without it."""
     every = found()
-    numbers = list(every) if only is None else sorted({n.strip().zfill(2) for n in only.split(",") if n.strip()})
+    numbers = list(every) if only == "all" else sorted({n.strip().zfill(2) for n in only.split(",") if n.strip()})
     unknown = [number for number in numbers if number not in every]
     if unknown or not numbers:
         raise UserError(f"no notebook {', '.join(unknown) or 'selected'}: there are {', '.join(every) or 'none'}")
@@ -153,11 +154,12 @@ def run(args: argparse.Namespace) -> int:
     for source in selected(args.only).values():
         takes = declared(source)
         parameters = {name: fitted(name, values[name], takes[name]) for name in takes if name in values}
+        recorded = {name: portable(name, value) for name, value in parameters.items() if name not in RUNNERS_OWN}
         record = {
             "code_hash": code_hash(source),
             "package_hash": package,
             "profile": args.profile,
-            "parameters": {name: value for name, value in parameters.items() if name not in RUNNERS_OWN},
+            "parameters": recorded,
         }
         executed = out / source.name
         if not args.fresh and is_finished(executed, record):
@@ -171,6 +173,11 @@ def run(args: argparse.Namespace) -> int:
     for path in sorted(path for path in out.rglob("*") if path.suffix in ARTEFACTS):
         print(f"  {path.relative_to(out)}")
     return 0
+
+
+def portable(name: str, value: Any) -> Any:
+    """A parameter as an executed notebook records it: of a folder of benchmarks the name, not the path to it."""
+    return Path(value).name if name == "benchmarks" else value
 
 
 def is_finished(executed: Path, record: dict[str, Any]) -> bool:

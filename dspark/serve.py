@@ -6,17 +6,21 @@ one half, for two machines; `--dry-run` prints the commands.
 """
 
 import argparse
+import csv
 import ctypes
 import json
 import os
+import random
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -166,7 +170,10 @@ class Fleet:
         signal.signal(signal.SIGTERM, self._terminated)
 
     def start(self, name: str, command: Command) -> subprocess.Popen:
-        """Start a process in a session of its own; its output goes to <folder>/<name>.log and the terminal."""
+        """Start a process in a session of its own, in place of a former one of that name; its output goes to
+        <folder>/<name>.log and the terminal."""
+        if name in self.processes:
+            self.stop(name)
         self.folder.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen(
             command.argv, env=os.environ | command.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -218,11 +225,34 @@ class Fleet:
                     raise RuntimeError(f"{keep} died again and again; its log is {keep}.log")
                 restarts -= 1
                 print(f"dspark: {keep} died and is started again; training waits for it", flush=True)
-                self.stop(keep)
                 self.start(keep, command)
                 self.wait_healthy(keep, url)
             time.sleep(0.3)
         return code
+
+
+def follow(process: subprocess.Popen, log: Path) -> Iterator[dict[str, str]]:
+    """The rows of a training's log.csv as they are written, until the process has ended."""
+    seen, ended = 0, False
+    while not ended:
+        time.sleep(0.1)
+        ended = process.poll() is not None
+        rows = list(csv.DictReader(log.read_text().splitlines())) if log.exists() else []
+        yield from rows[seen:]
+        seen = len(rows)
+
+
+def free_ports(count: int) -> range:
+    """So many ports of the loopback in a row that nobody listens on; below those that systems give to connections."""
+    while True:
+        first = random.randrange(20000, 32000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+            return range(first, first + count)
+        except OSError:
+            pass
 
 
 def signal_group(process: subprocess.Popen, number: int) -> bool:

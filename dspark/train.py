@@ -203,7 +203,11 @@ class Trainer:
         self.drafter, self.target, self.source, self.heldout = drafter, target, source, heldout
         self.config, self.folder = config, Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.parameters = [p for p in drafter.parameters() if p.requires_grad]
+        # A detached confidence head changes nothing about what is drafted, not even by its share of the gradient norm.
+        alone = config.detach_confidence and getattr(drafter, "confidence_head", None)
+        self.judges = list(drafter.confidence_head.parameters()) if alone else []
+        apart = {id(p) for p in self.judges}
+        self.parameters = [p for p in drafter.parameters() if p.requires_grad and id(p) not in apart]
         self.optimizers = optimizers(drafter, config)
         ids = None if drafter.t2d is None else drafter.t2d.nonzero().squeeze(1)
         self.target_head = target.lm_head if ids is None else target.lm_head[ids]
@@ -240,8 +244,10 @@ class Trainer:
             asked = time.perf_counter()
 
     def _update(self, scale: float) -> float:
-        ranks.sum_gradients(self.parameters)
+        ranks.sum_gradients(self.parameters + self.judges)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
+        if self.judges:
+            nn.utils.clip_grad_norm_(self.judges, self.config.clip)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"gradient norm {float(norm)} at step {self.step}: lower lr or muon_lr")
         for optimizer, lr in zip(self.optimizers, (self.config.muon_lr, self.config.lr), strict=True):

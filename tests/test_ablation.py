@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy.stats import ttest_rel
 from tiny import tiny_config, tiny_drafter, tiny_target
 
@@ -204,15 +205,21 @@ def test_training_data_is_as_much_as_asked_for(own_cache):
 
 
 def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, monkeypatch):
-    arms = [Arm("none", 1, 3, 0), Arm("both", 1, 3, 0)]
+    arms = [Arm("none", 1, 3, 0), Arm("both", 1, 3, 0), Arm("markov", 1, 3, 0)]
     table = ablation.study(config(), arms, tmp_path / "out")
-    assert table.heads.tolist() == ["none", "both"] and (table.n == 3).all() and (table.draft_ms > 0).all()
-    assert table.confidence_ece.isna().tolist() == [True, False]
-    assert len(ablation.by_position(table)) == 6 and (ablation.by_seed(table).tau == table.tau).all()
+    assert table.heads.tolist() == ["none", "both", "markov"] and (table.n == 3).all() and (table.draft_ms > 0).all()
+    assert table.confidence_ece.isna().tolist() == [True, False, True]
+    assert len(ablation.by_position(table)) == 9 and (ablation.by_seed(table).tau == table.tau).all()
     assert (table.parameters[1] - table.parameters[0]) == 49152 * 64 + 512 * 64 + 576 + 64 + 1
     assert np.allclose(table.tau, 1 + table[[f"accept_pos_{k}" for k in (1, 2, 3)]].sum(axis=1))
     assert not list(own_cache.glob("ablation/*/step-*"))  # optimiser states are gone, drafters stay
-    assert len(list(own_cache.glob("ablation/*/drafter/model.safetensors"))) == 2
+    assert (
+        len(list(own_cache.glob("ablation/*/recipe.json"))) == 2
+    )  # trainings: confidence, of which none is made, both
+    both, markov = (load_file(next(own_cache.glob(f"ablation/{heads}-*/drafter/model.safetensors")))
+                    for heads in ("both", "markov"))  # fmt: skip
+    assert set(both) - set(markov) == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    assert all(torch.equal(both[name], tensor) for name, tensor in markov.items())
 
     trained = []
     monkeypatch.setattr(ablation, "train", lambda *args: trained.append(args))
@@ -220,7 +227,7 @@ def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, m
     pd.testing.assert_frame_equal(again, table, check_dtype=False)
     assert not trained
     monkeypatch.setattr(ablation, "serve", lambda *args: pytest.fail("measured again"))
-    assert len(ablation.study(config(), arms[1:], tmp_path / "out")) == 1
+    assert len(ablation.study(config(), arms[1:2], tmp_path / "out")) == 1
     assert pd.read_csv(tmp_path / "out" / "head_ablation.csv").heads.tolist() == ["both"]
 
 

@@ -232,6 +232,7 @@ def story(tmp_path, monkeypatch):
     write_notebook(folder / "01_first.ipynb", work, "n_max")
     write_notebook(folder / "02_second.ipynb", "1 / width", parameters="width: int = 1  # in tokens\n")
     monkeypatch.setattr(notebooks, "NOTEBOOKS", folder)
+    monkeypatch.setattr(notebooks, "MAIN_JOB", "all")
     # A kernel of the user's, for another Python, that must not be taken.
     kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
     kernel.parent.mkdir(parents=True)
@@ -245,6 +246,12 @@ def run(folder, *options):
     args = parser().parse_args(["run", "--profile", "small", "--out", str(folder.parent / "out"), *options])
     notebooks.check(args)
     return notebooks.run(args)
+
+
+def test_without_only_the_main_job_runs():
+    """Architecture and sweep, within the time of a first look; `all` are all."""
+    assert list(notebooks.selected(parser().parse_args(["run"]).only)) == ["01", "04"]
+    assert notebooks.selected("all") == notebooks.found() and len(notebooks.found()) > 2
 
 
 def test_a_run_is_resumed_by_code_and_parameters(story, capsys):

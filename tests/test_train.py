@@ -105,6 +105,21 @@ def test_frozen_tensors_stay_byte_equal(lively, samples, tmp_path):
     assert all(not torch.equal(after[name], tensor) for name, tensor in trained.items())
 
 
+def test_a_detached_confidence_head_leaves_no_trace_in_the_rest(lively, samples, tmp_path):
+    """Not even by its share of the gradient norm: with it and without it, training drafts the same."""
+    tight = TrainConfig(**{**vars(QUICK), "clip": 0.05})
+    weights = {}
+    for has in (True, False):
+        run = trainer(lively, samples, tmp_path / str(has), tight, confidence_head=has)
+        run.run()
+        weights[has] = dict(run.drafter.named_parameters())
+    assert all(torch.equal(weights[True][name], p) for name, p in weights[False].items())
+    both = TrainConfig(**{**vars(tight), "detach_confidence": False})
+    run = trainer(lively, samples, tmp_path / "attached", both)
+    run.run()
+    assert not torch.equal(run.drafter.fc.weight, weights[True]["fc.weight"])
+
+
 def test_the_inference_drafter_is_a_copy(lively, samples, tmp_path):
     run = trainer(lively, samples, tmp_path / "run", draft_vocab_size=12)
     copy = run.inference_drafter()
