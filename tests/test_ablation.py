@@ -215,7 +215,7 @@ def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, m
     assert not list(own_cache.glob("ablation/*/step-*"))  # optimiser states are gone, drafters stay
     assert (
         len(list(own_cache.glob("ablation/*/recipe.json"))) == 2
-    )  # trainings: confidence, of which none is made, both
+    )  # two trainings, three arms
     both, markov = (load_file(next(own_cache.glob(f"ablation/{heads}-*/drafter/model.safetensors")))
                     for heads in ("both", "markov"))  # fmt: skip
     assert set(both) - set(markov) == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
