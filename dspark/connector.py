@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, iter_layer_specs
 
 from dspark.wire import Outbox, WireSample
@@ -92,18 +93,21 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
         if not params.get("response"):
             tokens = tokens[: request.num_prompt_tokens]
         rows = len(tokens) - bool(params.get("response"))  # the last token of a response has not been run
-        if fault := self._fault(params, rows, request.num_computed_tokens, block_ids):
+        if fault := self._fault(request, params, rows, block_ids):
             return False, {"error": fault}
         ids = list(block_ids[self.group])
         self._finished.append(Finished(request.request_id, params["rank"], params["sample_id"], tokens, rows, ids))
         return True, {"sent": rows}
 
-    def _fault(self, params: dict, rows: int, computed: int, block_ids) -> str | None:
+    def _fault(self, request, params: dict, rows: int, block_ids) -> str | None:
         rank, sample_id = params.get("rank"), params["sample_id"]
         if type(rank) is not int or not 0 <= rank < len(self.endpoints):
             return f"rank = {rank!r}: this verifier was started with {len(self.endpoints)} endpoints"
         if not isinstance(sample_id, str) or not SAMPLE_ID.fullmatch(sample_id):
             return "sample_id must be 8 to 64 hexadecimal digits"
+        if params.get("response") and request.sampling_params.temperature and current_platform.is_cpu():
+            return "a vLLM on a CPU samples wrongly while it extracts states (vLLM issue 55005): use temperature 0"
+        computed = request.num_computed_tokens
         held = len(block_ids[self.group]) * self.block_size if self.group < len(block_ids) else 0
         if not 0 < rows <= min(computed, held):
             return f"{min(computed, held)} of {rows} rows were computed: the request was cut off"

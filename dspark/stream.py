@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -59,25 +59,6 @@ class Verifier:
             raise ValueError(f"verifier {self.url} refuses {path} for model {self.model!r}: {said}") from error
         except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
             raise Away(f"{self.url}: {error}") from error
-
-
-class VerifierWriter:
-    """A live verifier in place of dspark.selfwrite's own engine: called, it continues prompts, lists of ids -> lists
-    of ids, stop token included."""
-
-    def __init__(self, verifier: Verifier, target):
-        self.verifier, self.name, self.tokenizer = verifier, target.name, target.tokenizer
-        self.eos_token_ids = target.eos_token_ids
-
-    def __call__(self, prompts: list[list[int]], max_new_tokens: int, temperature: list[float], seed: int):
-        """The seed is not obeyed: a server's requests share one generator on a CPU."""
-
-        def write(prompt: list[int], t: float) -> list[int]:
-            body = {"prompt": prompt, "max_tokens": max_new_tokens, "temperature": t, "return_token_ids": True}
-            return self.verifier.post("/v1/completions", **body)["choices"][0]["token_ids"]
-
-        with ThreadPoolExecutor(64) as pool:
-            return list(pool.map(write, prompts, temperature))
 
 
 class SampleCache:

@@ -183,6 +183,33 @@ run({{"verifier": server, "trainer": trainer}}, "http://127.0.0.1:{port}", Path(
     assert command.returncode != 0 and gone([command.pid, *pids])
 
 
+def test_a_training_is_followed_to_its_last_row(tmp_path):
+    log = tmp_path / "log.csv"
+    code = f"""
+import time
+from pathlib import Path
+with Path({str(log)!r}).open("w") as log:
+    print("step,loss", file=log, flush=True)
+    for step in range(3):
+        print(f"{{step}},{{step / 2}}", file=log, flush=True)
+        time.sleep(0.3)
+"""
+    with Fleet(tmp_path, quiet=True) as fleet:
+        rows, seen_alive = [], []
+        for row in serve.follow(fleet.start("trainer", python(code)), log):
+            rows.append(row)
+            seen_alive.append(fleet.processes["trainer"].poll() is None)
+    assert rows == [{"step": str(step), "loss": str(step / 2)} for step in range(3)]
+    assert seen_alive[0]
+
+
+def test_a_new_process_takes_the_place_of_one_of_its_name(tmp_path):
+    with Fleet(tmp_path, quiet=True) as fleet:
+        former = fleet.start("verifier", Command(["sleep", "60"], {}))
+        assert fleet.start("verifier", Command(["sleep", "60"], {})).pid != former.pid
+        assert former.returncode == -signal.SIGTERM
+
+
 def test_a_process_that_dies_before_it_is_healthy_is_told_with_its_last_words(tmp_path):
     with Fleet(tmp_path) as fleet:
         fleet.start("verifier", python("print('out of memory'); raise SystemExit(3)"))

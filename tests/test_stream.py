@@ -172,6 +172,12 @@ def test_a_request_names_an_index_and_an_id_and_nothing_else(verifier, params):
     assert list(answered["kv_transfer_params"]) == ["error"]
 
 
+def test_a_sampled_response_is_refused_where_vllm_samples_wrongly(verifier):
+    asked = {"rank": 0, "sample_id": "0" * 16, "response": True}
+    answered = verifier.client().post("/v1/completions", prompt=[5, 6, 7], temperature=0.8, kv_transfer_params=asked)
+    assert "vLLM issue 55005): use temperature 0" in answered["kv_transfer_params"]["error"]
+
+
 def test_an_ordinary_request_streams_nothing(verifier):
     answered = verifier.client().post("/v1/completions", prompt=[5, 6, 7], max_tokens=2)
     assert answered["kv_transfer_params"] is None and answered["usage"]["completion_tokens"] == 2

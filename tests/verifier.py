@@ -1,27 +1,15 @@
 """A real vLLM for tests: started once a module, on free ports of this machine."""
 
-import socket
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from dspark.serve import PROFILES, Fleet, verifier_command
+from dspark.serve import PROFILES, Fleet, free_ports, verifier_command
 from dspark.stream import Verifier
 from dspark.target import embedded_target
 
 PROFILE = replace(PROFILES["cpu"], dtype="float32", max_model_len=512, max_num_seqs=4, budget=1 << 20)
 CHUNK = ("--max-num-batched-tokens", "64", "--block-size", "32")  # so that prompts are chunked and prefixes shared
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 class Running:
