@@ -85,6 +85,19 @@ def test_no_definitions_beyond_a_one_line_helper(path):
                 assert node.end_lineno - node.lineno < LONGEST_HELPER, f"move {node.name}() into dspark/"
 
 
+@pytest.mark.parametrize("profile", notebooks.profiles())
+def test_every_profile_fits_the_notebooks(profile):
+    """Each value has its parameter's type; what was not run says so."""
+    args = parser().parse_args(["run", "--profile", profile, "--only", "all"])
+    notebooks.check(args)
+    values = notebooks.values_for(args)
+    for path in NOTEBOOKS:
+        for name, default in notebooks.declared(path).items():
+            notebooks.fitted(name, values.get(name, default), default)
+    text = (notebooks.NOTEBOOKS / "params" / f"{profile}.yaml").read_text(encoding="utf-8")
+    assert values["profile"] == profile and (profile in ("smoke", "cpu") or text.startswith("# Unrun"))
+
+
 @every_notebook
 def test_smoke_run_keeps_the_notebooks_promises(path, tmp_path, monkeypatch):
     """A notebook ends by writing NN_summary.json: {numbers: {...}, tables: [csv...], figures: [file...]}."""

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from verifier import free_ports
 
-from dspark import serve
+from dspark import notebooks, serve
+from dspark.__main__ import parser
 from dspark.config import PRESETS
+from dspark.evaluate import SweepConfig
 from dspark.paths import ROOT
 from dspark.serve import PROFILES, Command, Fleet, trainer_command, verifier_command
+from dspark.vllm_engine import server_command
 
 ENDPOINTS = ["tcp://127.0.0.1:29600", "tcp://127.0.0.1:29601"]
 PARSE = """
@@ -30,20 +33,52 @@ for argv in json.load(sys.stdin):
     row = {name: getattr(args, name) for name in names}
     row["dtype"] = str(args.dtype)
     row["fuse_allreduce_rms"] = args.compilation_config.pass_config.fuse_allreduce_rms
-    row["connector"] = [args.kv_transfer_config.kv_connector, args.kv_transfer_config.kv_connector_module_path,
-                        args.kv_transfer_config.kv_role, args.kv_transfer_config.kv_connector_extra_config]
+    kv = args.kv_transfer_config
+    row["connector"] = kv and [kv.kv_connector, kv.kv_connector_module_path, kv.kv_role, kv.kv_connector_extra_config]
     print("PARSED", json.dumps(row))
 """
 
 
-def test_vllms_own_parser_takes_every_profiles_command():
-    argvs = [verifier_command(profile, ENDPOINTS, trust_remote_code=True).argv[3:] for profile in PROFILES.values()]
+def parsed(commands: list[Command]) -> list[dict]:
+    """What vLLM's own parser makes of their arguments, in a process of its own."""
+    argvs = [command.argv[3:] for command in commands]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, "-c", PARSE], input=json.dumps(argvs), env=environment, capture_output=True, text=True
     )
     rows = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("PARSED ")]
-    assert len(rows) == len(PROFILES) == 4, done.stderr[-3000:]
+    assert len(rows) == len(argvs), done.stderr[-3000:]
+    return rows
+
+
+def test_vllms_own_parser_takes_the_sweeps_of_the_gpu_profiles(tmp_path):
+    """The notebook's profiles of papermill, target alone and with a drafter, as `--engine vllm` starts them."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}))
+    profiles, commands = ("kimi-k2.6", "kimi-k2.7-code", "qwen3-8b"), []
+    for name in profiles:
+        args = parser().parse_args(["run", "--profile", name, "--only", "04"])
+        notebooks.check(args)
+        values = notebooks.values_for(args)
+        config = SweepConfig(
+            name, values["target"], max_new_tokens=values["max_new_tokens"], engine=values["engine"],
+            dtype=values["dtype"], vllm_args=values["vllm_args"],
+        )  # fmt: skip
+        commands += [server_command(config, source, 7, 512, 8000) for source in (None, str(tmp_path))]
+    rows = parsed(commands)
+    for plain, drafting in zip(rows[::2], rows[1::2], strict=True):
+        assert plain["speculative_config"] is None and plain["model"] == drafting["model"]
+        assert drafting["speculative_config"]["method"] == "dspark"
+        assert drafting["speculative_config"]["num_speculative_tokens"] == 7
+    for row in rows[:4]:
+        assert (row["tensor_parallel_size"], row["max_model_len"], row["trust_remote_code"]) == (8, 20000, True)
+        assert row["fuse_allreduce_rms"] is False
+    assert not rows[4]["trust_remote_code"]
+
+
+def test_vllms_own_parser_takes_every_profiles_command():
+    commands = [verifier_command(profile, ENDPOINTS, trust_remote_code=True) for profile in PROFILES.values()]
+    rows = parsed(commands)
+    assert len(rows) == len(PROFILES) == 4
     for profile, row in zip(PROFILES.values(), rows, strict=True):
         shape = PRESETS[profile.preset]
         assert row["model"] == shape.target and row["served_model_name"] == [shape.target]
