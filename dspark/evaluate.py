@@ -162,7 +162,8 @@ def record_of(
     return {
         **config.cell(drafter, prompts.benchmark, n), "prompt": i, "prompt_set": prompts.hash,
         "rendered": hashlib.sha256(json.dumps(chat).encode()).hexdigest()[:16], "thinking": config.thinking,
-        "max_new_tokens": config.max_new_tokens, "output_tokens": len(got.tokens), "seconds": got.seconds,
+        "max_new_tokens": config.max_new_tokens, "prompt_tokens": len(chat), "output_tokens": len(got.tokens),
+        "seconds": got.seconds,
         "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs, "tie_gap": gap,
         "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
         "correct": correct[0], "baseline_correct": correct[1], **extra,

@@ -1,7 +1,9 @@
-"""Tables for readers: published numbers, the change from n = 3 to n = 7 in the release's form, as CSV and LaTeX."""
+"""Tables for readers: published numbers, the change from n = 3 to n = 7 in the release's form, accepted length by
+context; as CSV and LaTeX."""
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from dspark.paths import DATA
@@ -60,6 +62,23 @@ def change_table(points: pd.DataFrame, low: int = 3, high: int = 7) -> pd.DataFr
     wide.columns = [f"speedup_n{low}", f"speedup_n{high}"]
     wide["change_percent"] = 100 * (wide[f"speedup_n{high}"] / wide[f"speedup_n{low}"] - 1)
     return wide.reset_index()
+
+
+def by_context(records: list[dict], trained: int = 0) -> pd.DataFrame:
+    """Accepted length by the context that a step's drafts looked at, of a sweep's records: drafter, n, context (upper
+    edge in tokens, doubling from 64), steps, tau, and whether that is within `trained`, the longest text of the
+    drafter's training (0: unknown, within)."""
+    steps = []
+    for r in records:
+        context = r["prompt_tokens"]
+        for accepted in r["accepted"]:
+            steps.append((r["drafter"], r["n"], context, accepted))
+            context += accepted + 1
+    table = pd.DataFrame(steps, columns=["drafter", "n", "context", "accepted"])
+    table["context"] = 64 * 2 ** np.ceil(np.log2(table["context"] / 64)).clip(lower=0).astype(int)
+    cells = table.groupby(["drafter", "n", "context"])["accepted"]
+    table = cells.agg(steps="size", tau=lambda accepted: 1 + accepted.mean()).reset_index()
+    return table.assign(trained=(table["context"] <= trained) | (trained == 0))
 
 
 def save(table: pd.DataFrame, name: str, folder: Path, caption: str, decimals: int = 2) -> list[Path]:

@@ -458,6 +458,7 @@ def train(
             "init": Path(init).name if init else "random",
             "training": dataclasses.asdict(config),
             "conversations": len(samples),
+            "longest_conversation": max(map(len, samples)),
             "response_tokens": int(sum(sample.loss_mask.sum() for sample in samples)),
             "draft_tokens": trainer.draft_tokens,
             "seconds": round(trainer.seconds),

@@ -213,9 +213,7 @@ def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, m
     assert (table.parameters[1] - table.parameters[0]) == 49152 * 64 + 512 * 64 + 576 + 64 + 1
     assert np.allclose(table.tau, 1 + table[[f"accept_pos_{k}" for k in (1, 2, 3)]].sum(axis=1))
     assert not list(own_cache.glob("ablation/*/step-*"))  # optimiser states are gone, drafters stay
-    assert (
-        len(list(own_cache.glob("ablation/*/recipe.json"))) == 2
-    )  # two trainings, three arms
+    assert len(list(own_cache.glob("ablation/*/recipe.json"))) == 2  # two trainings, three arms
     both, markov = (load_file(next(own_cache.glob(f"ablation/{heads}-*/drafter/model.safetensors")))
                     for heads in ("both", "markov"))  # fmt: skip
     assert set(both) - set(markov) == {"confidence_head.proj.weight", "confidence_head.proj.bias"}

@@ -85,3 +85,15 @@ def test_tables_are_written_as_csv_and_latex(tmp_path):
     text = tex.read_text()
     assert r"\toprule" in text and r"\label{tab:change}" in text and "change, \\%" in text and "& -- \\\\" in text
     assert "_" not in text.replace("tab:change", "")
+
+
+def test_accepted_length_by_context_by_hand():
+    """A step's context is the prompt and all tokens before; steps and taus are pooled within doubling buckets."""
+    records = [
+        {"drafter": "dspark", "n": 3, "prompt_tokens": 60, "accepted": [3, 0, 1]},  # at 60, 64, 65 tokens
+        {"drafter": "dspark", "n": 3, "prompt_tokens": 128, "accepted": [2, 2]},  # at 128, 131
+    ]
+    table = tables.by_context(records, trained=130)
+    assert table.context.tolist() == [64, 128, 256] and table.steps.tolist() == [2, 2, 1]
+    assert table.tau.tolist() == [1 + 3 / 2, 1 + 3 / 2, 3.0] and table.trained.tolist() == [True, True, False]
+    assert tables.by_context(records).trained.all()
