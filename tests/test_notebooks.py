@@ -27,6 +27,12 @@ COLUMNS = {
     "auroc_after blocks",
     "scheduling.csv": "profile target drafter policy concurrency output_tokens steps verified accepted tau "
     "verified_per_token seconds tokens_per_s per_user_tokens_per_s",
+    "03_timeline.csv": "what stage begin end",
+    "03_starvation.csv": "phase steps seconds waited share_waited tokens_per_s",
+    "03_training.csv": "states step epoch loss greedy_acceptance draft_tokens seconds waited",
+    "03_heldout.csv": "states step draft_tokens seconds tau_n3 tau_n7",
+    "03_plan_memory.csv": "profile role part gb",
+    "03_plan_rates.csv": "profile fits",
 }
 # Positions beyond n or never reached, arms without a head or an accepted draft, one class only, one seed only, prompts
 # without a known answer.
