@@ -223,9 +223,9 @@ class Trainer:
         asked = time.perf_counter()
         begun = asked - self.seconds
         for epoch, batch in bar:
-            self.waited += time.perf_counter() - asked
             weight = float(sum(micro.weights.sum() for micro in batch))
             normaliser = ranks.total([weight], self.target.device)[0] or 1.0
+            self.waited += time.perf_counter() - asked  # until every rank has its batch
             logs = []
             for micro in (m for m in batch if len(m.anchors)):
                 with autocast:
