@@ -215,16 +215,36 @@ def execute(source: Path, executed: Path, parameters: dict[str, Any], record: di
 
 
 def clean(executed: Path, record: dict[str, Any]) -> None:
-    """Replace papermill's metadata (times, paths of this machine) in an executed notebook by `record`."""
+    """Replace papermill's metadata (times, paths of this machine) in an executed notebook by `record`, and progress
+    bars by their last state."""
     import nbformat
 
     notebook = nbformat.read(executed, as_version=4)
     for part in [notebook, *notebook.cells]:
         part.metadata.pop("papermill", None)
+        part.metadata.pop("execution", None)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = settled(cell.outputs)
     notebook.metadata["dspark"] = record
     partial = executed.with_suffix(".partial")
     nbformat.write(notebook, partial)
     os.replace(partial, executed)
+
+
+def settled(outputs: list) -> list:
+    """Outputs with the pieces of a stream joined, and of each line what a terminal shows in the end: a carriage return
+    begins it anew."""
+    joined = []
+    for output in outputs:
+        if joined and output.output_type == joined[-1].output_type == "stream" and output.name == joined[-1].name:
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    for output in (output for output in joined if output.output_type == "stream"):
+        lines = [line.rstrip("\r").rsplit("\r", 1)[-1].rstrip() for line in output.text.split("\n")]
+        output.text = "\n".join(lines)
+    return [output for output in joined if output.output_type != "stream" or output.text.strip()]
 
 
 def commit_executed(executed: Path) -> None:

@@ -287,6 +287,15 @@ def test_a_committed_copy_belongs_to_its_code_and_names_no_machine(story):
     assert str(story.parent) not in (story / "01_first.ipynb").read_text()
 
 
+def test_progress_bars_are_committed_in_their_last_state():
+    def stream(text, name="stderr"):
+        return nbformat.v4.new_output("stream", name=name, text=text)
+
+    outputs = [stream("0%"), stream("\r50%"), stream("\r100%  \nnext\n"), stream("said", "stdout"), stream("\r \r")]
+    kept = notebooks.settled(outputs)
+    assert [(output.name, output.text) for output in kept] == [("stderr", "100%\nnext\n"), ("stdout", "said")]
+
+
 def test_a_failing_notebook_names_its_cell(story, capsys):
     assert run(story, "--only", "02", "--set", "width=0") == 1
     last = capsys.readouterr().out.splitlines()[-1]
