@@ -65,9 +65,9 @@ def change_table(points: pd.DataFrame, low: int = 3, high: int = 7) -> pd.DataFr
 
 
 def by_context(records: list[dict], trained: int = 0) -> pd.DataFrame:
-    """Accepted length by the context that a step's drafts looked at, of a sweep's records: drafter, n, context (upper
-    edge in tokens, doubling from 64), steps, tau, and whether that is within `trained`, the longest text of the
-    drafter's training (0: unknown, within)."""
+    """Accepted length by the context that a step's drafts looked at, of a sweep's records: drafter, n, up_to (tokens,
+    doubling from 64), steps, tau, longest (context seen there), and whether that is within `trained`, the longest text
+    of the drafter's training (0: unknown, within)."""
     steps = []
     for r in records:
         context = r["prompt_tokens"]
@@ -75,10 +75,10 @@ def by_context(records: list[dict], trained: int = 0) -> pd.DataFrame:
             steps.append((r["drafter"], r["n"], context, accepted))
             context += accepted + 1
     table = pd.DataFrame(steps, columns=["drafter", "n", "context", "accepted"])
-    table["context"] = 64 * 2 ** np.ceil(np.log2(table["context"] / 64)).clip(lower=0).astype(int)
-    cells = table.groupby(["drafter", "n", "context"])["accepted"]
-    table = cells.agg(steps="size", tau=lambda accepted: 1 + accepted.mean()).reset_index()
-    return table.assign(trained=(table["context"] <= trained) | (trained == 0))
+    table["up_to"] = 64 * 2 ** np.ceil(np.log2(table["context"] / 64)).clip(lower=0).astype(int)
+    cells = table.groupby(["drafter", "n", "up_to"], as_index=False)
+    table = cells.agg(steps=("accepted", "size"), tau=("accepted", "mean"), longest=("context", "max"))
+    return table.assign(tau=1 + table["tau"], trained=(table["longest"] <= trained) | (trained == 0))
 
 
 def save(table: pd.DataFrame, name: str, folder: Path, caption: str, decimals: int = 2) -> list[Path]:

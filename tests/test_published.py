@@ -94,6 +94,7 @@ def test_accepted_length_by_context_by_hand():
         {"drafter": "dspark", "n": 3, "prompt_tokens": 128, "accepted": [2, 2]},  # at 128, 131
     ]
     table = tables.by_context(records, trained=130)
-    assert table.context.tolist() == [64, 128, 256] and table.steps.tolist() == [2, 2, 1]
+    assert table.up_to.tolist() == [64, 128, 256] and table.longest.tolist() == [64, 128, 131]
+    assert table.steps.tolist() == [2, 2, 1]
     assert table.tau.tolist() == [1 + 3 / 2, 1 + 3 / 2, 3.0] and table.trained.tolist() == [True, True, False]
     assert tables.by_context(records).trained.all()
