@@ -79,7 +79,7 @@ def summary() -> str:
 
 
 def selected(only: str) -> dict[str, Path]:
-    """The notebooks that `--only` names, those of the main job without it."""
+    """The notebooks that `--only` names by number; `all` of them."""
     every = found()
     numbers = list(every) if only == "all" else sorted({n.strip().zfill(2) for n in only.split(",") if n.strip()})
     unknown = [number for number in numbers if number not in every]

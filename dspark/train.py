@@ -246,10 +246,9 @@ class Trainer:
     def _update(self, scale: float) -> float:
         ranks.sum_gradients(self.parameters + self.judges)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
-        if self.judges:
-            nn.utils.clip_grad_norm_(self.judges, self.config.clip)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(f"gradient norm {float(norm)} at step {self.step}: lower lr or muon_lr")
+        apart = nn.utils.clip_grad_norm_(self.judges, self.config.clip)
+        if not torch.isfinite(norm + apart):
+            raise FloatingPointError(f"gradient norm {float(norm + apart)} at step {self.step}: lower lr or muon_lr")
         for optimizer, lr in zip(self.optimizers, (self.config.muon_lr, self.config.lr), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = lr * scale

@@ -120,6 +120,16 @@ def test_a_detached_confidence_head_leaves_no_trace_in_the_rest(lively, samples,
     assert not torch.equal(run.drafter.fc.weight, weights[True]["fc.weight"])
 
 
+def test_a_confidence_gradient_that_is_not_finite_stops_the_run(lively, samples, tmp_path):
+    """Clipped alone, it must still be looked at."""
+    run = trainer(lively, samples, tmp_path / "run", confidence_head=True)
+    for parameter in run.parameters + run.judges:
+        parameter.grad = torch.zeros_like(parameter)
+    run.judges[0].grad.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match="gradient norm"):
+        run._update(1.0)
+
+
 def test_the_inference_drafter_is_a_copy(lively, samples, tmp_path):
     run = trainer(lively, samples, tmp_path / "run", draft_vocab_size=12)
     copy = run.inference_drafter()
