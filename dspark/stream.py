@@ -70,6 +70,7 @@ class SampleCache:
         folder.mkdir(parents=True, exist_ok=True)
         self.used = sum(path.stat().st_size for path in folder.glob("*.sample")) / ranks
         self.full = False
+        self.lock = threading.Lock()  # several samples arrive at a time, each in its own thread
 
     def _path(self, index: int) -> Path:
         return self.folder / f"{index:08d}.sample"
@@ -90,22 +91,23 @@ class SampleCache:
     def put(self, index: int, frames: list) -> None:
         """Keep the frames of a sample, unless budget or disk are full: then say so once and keep no more."""
         size = sum(len(frame) + 8 for frame in frames)
-        if self.full or self._path(index).exists():
-            return
         partial = self.folder / f"{index:08d}.{threading.get_ident()}.partial"
-        try:
-            if self.used + size > self.budget:
-                raise OSError(f"budget of {self.budget / 1e9:.3g} GB")
-            with partial.open("wb") as file:
-                for frame in frames:
-                    file.write(struct.pack("<Q", len(frame)))
-                    file.write(frame)
-            os.replace(partial, self._path(index))
-            self.used += size
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            self.full = True
-            print(f"cache: full ({error}): further samples are streamed only", file=sys.stderr)
+        with self.lock:
+            if self.full or self._path(index).exists():
+                return
+            try:
+                if self.used + size > self.budget:
+                    raise OSError(f"budget of {self.budget / 1e9:.3g} GB")
+                with partial.open("wb") as file:
+                    for frame in frames:
+                        file.write(struct.pack("<Q", len(frame)))
+                        file.write(frame)
+                os.replace(partial, self._path(index))
+                self.used += size
+            except OSError as error:
+                partial.unlink(missing_ok=True)
+                self.full = True
+                print(f"cache: full ({error}): further samples are streamed only", file=sys.stderr)
 
 
 def _split(data: bytearray) -> list[memoryview]:

@@ -206,8 +206,7 @@ class Trainer:
         # A detached confidence head changes nothing about what is drafted, not even by its share of the gradient norm.
         alone = config.detach_confidence and getattr(drafter, "confidence_head", None)
         self.judges = list(drafter.confidence_head.parameters()) if alone else []
-        apart = {id(p) for p in self.judges}
-        self.parameters = [p for p in drafter.parameters() if p.requires_grad and id(p) not in apart]
+        self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.optimizers = optimizers(drafter, config)
         ids = None if drafter.t2d is None else drafter.t2d.nonzero().squeeze(1)
         self.target_head = target.lm_head if ids is None else target.lm_head[ids]
@@ -244,8 +243,9 @@ class Trainer:
             asked = time.perf_counter()
 
     def _update(self, scale: float) -> float:
-        ranks.sum_gradients(self.parameters + self.judges)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
+        ranks.sum_gradients(self.parameters)
+        judges = {id(p) for p in self.judges}
+        norm = nn.utils.clip_grad_norm_([p for p in self.parameters if id(p) not in judges], self.config.clip)
         apart = nn.utils.clip_grad_norm_(self.judges, self.config.clip)
         if not torch.isfinite(norm + apart):
             raise FloatingPointError(f"gradient norm {float(norm + apart)} at step {self.step}: lower lr or muon_lr")
