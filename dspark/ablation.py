@@ -73,6 +73,7 @@ class AblationConfig:
     profile: str
     target: str
     shape: DSparkConfig
+    backbone: Path | None  # a drafter without heads that all arms begin from; None: a random one a seed
     training: TrainConfig
     response_tokens: int  # of training data, written by the target
     benchmarks: tuple[str, ...]
@@ -128,7 +129,8 @@ def _digest(*parts) -> str:
 def trained(config: AblationConfig, arm: Arm, data: Path) -> Path:
     """Folder of the arm's drafter, trained (or gone on with) where it is not there yet."""
     shape, training = config.shape_of(arm), config.training_of(arm)
-    run = _digest(shape, training, hashlib.sha256(data.read_bytes()).hexdigest())
+    begun = [file.read_bytes() for file in checkpoint.weight_files(config.backbone)] if config.backbone else []
+    run = _digest(shape, training, *(hashlib.sha256(part).hexdigest() for part in (data.read_bytes(), *begun)))
     folder = cache_dir() / "ablation" / f"{arm.name}-{run}"
     if not (folder / "COMPLETE").exists():
         if arm.heads in WITHOUT_CONFIDENCE and training.detach_confidence:
@@ -137,7 +139,7 @@ def trained(config: AblationConfig, arm: Arm, data: Path) -> Path:
             kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
             checkpoint.write(checkpoint.Checkpoint(shape, kept, notes), folder / "drafter")
         else:
-            train(config.target, shape, training, [data], folder)
+            train(config.target, shape, training, [data], folder, init=config.backbone)
         (folder / "COMPLETE").touch()
     for step in folder.glob("step-*"):  # optimiser states: large, and of no more use
         shutil.rmtree(step)

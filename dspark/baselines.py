@@ -133,12 +133,12 @@ def _fitting(config: Eagle3Config, folder: Path, target) -> dict[str, Tensor]:
     """The folder's tensors by this module's names, checked against the config, with the target's where it has none."""
     V, D = config.vocab_size, config.draft_vocab_size
     tensors = {"embed_tokens.weight": target.embed_tokens}
-    if D == V:  # a pruned head is never the target's
-        tensors |= {"lm_head.weight": target.lm_head, "d2t": torch.zeros(V, dtype=torch.long)}
+    if D == V:
+        tensors["d2t"] = torch.zeros(V, dtype=torch.long)
     tensors |= {name.replace("midlayer.", "layers.0."): t for name, t in checkpoint._tensors(folder).items()}
     with torch.device("meta"):
         wanted = Eagle3Drafter(config).state_dict()
-    missing, unexpected = set(wanted) - {"t2d"} - set(tensors), set(tensors) - set(wanted)
+    missing, unexpected = set(wanted) - {"t2d", "lm_head.weight"} - set(tensors), set(tensors) - set(wanted)
     if missing or unexpected:
         raise ValueError(
             f"{folder.name}: missing tensors {sorted(missing)[:4]}, unexpected {sorted(unexpected)[:4]}: "
@@ -150,6 +150,7 @@ def _fitting(config: Eagle3Config, folder: Path, target) -> dict[str, Tensor]:
             raise ValueError(f"{folder.name}: {name} is {shapes}")
     ids = checkpoint._check_d2t(tensors["d2t"], tensors.get("t2d"), V, folder.name)
     tensors["d2t"] = tensors["d2t"].long()
+    tensors.setdefault("lm_head.weight", target.lm_head[ids.to(target.lm_head.device)])
     tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
     return tensors
 

@@ -51,10 +51,15 @@ def load(folder: Path, target, dtype=None) -> DSparkDrafter:
     folder = Path(folder)
     config, tensors, notes = read(folder, target)
     shared = {"embed_tokens.weight": target.embed_tokens}
-    if config.vocab_size_out == config.vocab_size:  # a pruned head is never the target's
+    if config.draft_vocab_size is None:
         shared["lm_head.weight"] = target.lm_head
     own = {name for name, tensor in shared.items() if name in tensors and not _same(tensor, tensors[name])}
     notes += [f"the file's own {name} differs from the target's and is kept" for name in sorted(own)]
+    if "lm_head.weight" not in shared | tensors:
+        shared["lm_head.weight"] = target.lm_head[tensors["t2d"].to(target.lm_head.device)]
+        notes.append(
+            "lm_head.weight is not in the file: the target's rows of the draft vocabulary (vLLM needs it written)"
+        )
     with torch.device("meta"):
         drafter = DSparkDrafter(config)
     drafter.load_state_dict(shared | tensors, assign=True)
@@ -178,7 +183,7 @@ def tensor_faults(config: DSparkConfig, found: dict[str, tuple[tuple[int, ...], 
         return [f"config.json says num_hidden_layers = {config.num_hidden_layers}, the file has {len(layers)}"]
     with torch.device("meta"):
         wanted = {name: tensor.shape for name, tensor in DSparkDrafter(config).state_dict().items()}
-    optional = {"embed_tokens.weight", "t2d"} | ({"lm_head.weight"} if config.draft_vocab_size is None else set())
+    optional = {"embed_tokens.weight", "lm_head.weight", "t2d"}
     aside = {*_OF_THE_TARGET} | ({"d2t", "t2d"} if config.draft_vocab_size is None else set())
     missing = sorted(set(wanted) - optional - set(found))
     unexpected = sorted(set(found) - set(wanted) - aside)
@@ -272,6 +277,8 @@ def _encode(checkpoint: Checkpoint, format: str) -> tuple[dict, dict[str, torch.
     config, tensors = checkpoint.config, checkpoint.tensors
     if format not in formats.FORMATS:
         raise ValueError(f"format = {format!r}: one of {formats.FORMATS}")
+    if format != "native" and config.draft_vocab_size is not None and "lm_head.weight" not in tensors:
+        raise ValueError(f"{format} needs the LM head of the draft vocabulary, which the file lacks: name the target")
     if format == "speculators":
         whole = config.vocab_size_out == config.vocab_size
         if "embed_tokens.weight" in tensors or (whole and "lm_head.weight" in tensors):

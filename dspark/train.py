@@ -378,11 +378,15 @@ def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], see
     return drafter.adopt_target(target.embed_tokens, target.lm_head, ids)
 
 
-def trained_drafter(folder: Path, target: Target) -> DSparkDrafter:
-    """A drafter to go on training, in float32; embedding and LM head stay frozen."""
-    drafter = checkpoint.load(folder, target, torch.float32)
-    for name, parameter in drafter.named_parameters():
-        parameter.requires_grad_(name not in ("embed_tokens.weight", "lm_head.weight"))
+def trained_drafter(folder: Path, target: Target, shape: DSparkConfig, seed: int) -> DSparkDrafter:
+    """A float32 drafter of `shape` to go on training from the one in `folder`; heads that it lacks begin at random."""
+    before = checkpoint.load(folder, target, torch.float32)
+    torch.manual_seed(seed)
+    drafter = baselines.build(shape).to(target.device)
+    missing, unexpected = drafter.load_state_dict(before.state_dict(), strict=False)
+    strange = [name for name in missing if not name.startswith(("markov_head.", "confidence_head."))] + unexpected
+    if strange:
+        raise ValueError(f"{Path(folder).name} is no beginning of this shape: {strange[:4]}")
     return drafter
 
 
@@ -394,7 +398,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="run folder: checkpoints, logs, and the drafter")
     parser.add_argument("--drafter", default="dspark", choices=baselines.KINDS, help="a baseline takes the same size")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of DSparkConfig fields to change")
-    parser.add_argument("--init", type=Path, help="begin from the weights of this drafter, any readable format")
+    parser.add_argument(
+        "--init", type=Path, help="begin from this drafter and its shape; heads given by --config are added"
+    )
     stream.add_arguments(parser)
     for field in dataclasses.fields(TrainConfig):
         kind = {"bool": lambda text: text.lower() in ("1", "true"), "int": int, "float": float, "str": str}
@@ -405,9 +411,9 @@ def main(argv: list[str]) -> None:
             parser.add_argument(name, type=kind[field.type.__name__], default=field.default, help=f"{field.default}")
     args = vars(parser.parse_args(argv))
     if args["init"]:
-        if args["config"] or args["drafter"] != "dspark":
-            parser.error("--init keeps the shape of the drafter it begins from: leave out --config and --drafter")
-        shape = checkpoint.read(args["init"]).config
+        if args["drafter"] != "dspark":
+            parser.error("--init begins from a DSpark or DFlash drafter: leave out --drafter")
+        shape = checkpoint.read(args["init"]).config.replace(**args["config"])
     else:
         shape = PRESETS[args["preset"]].replace(target=args["target"], **args["config"])
         shape = baselines.shape_of(args["drafter"], shape)
@@ -429,7 +435,7 @@ def train(
 ) -> DSparkDrafter:
     """Train (or resume) in `out`; at the end out/drafter holds the drafter in the native format.
 
-    init: folder of the drafter of this shape to begin from, with its draft vocabulary; None begins at random.
+    init: folder of the drafter to begin from, with its draft vocabulary; None begins at random.
     streamed: what stream.add_arguments parsed, to read the states from a live verifier. Under torchrun, every rank
     calls this.
     """
@@ -447,7 +453,9 @@ def train(
     else:
         with ranks.first_alone():  # it makes the file that the others find
             source = LocalSource(target, samples, cache_dir() / "hidden")
-    drafter = trained_drafter(init, target) if init else new_drafter(shape, target, samples, config.seed)
+    drafter = (
+        trained_drafter(init, target, shape, config.seed) if init else new_drafter(shape, target, samples, config.seed)
+    )
     trainer = Trainer(drafter, target, source, heldout, config, out)
     trainer.run()
     drafter = trainer.inference_drafter()

@@ -24,7 +24,7 @@ SHAPE = PRESETS["smollm2-135m"]
 def config(**changes):
     training = TrainConfig(steps=1, micro_batches=1, row_tokens=128, anchors=4, save_every=1, heldout_prompts=0)
     fields = {"profile": "test", "target": "smollm2-135m", "shape": SHAPE.replace(draft_vocab_size=512),
-              "training": training, "response_tokens": 60, "benchmarks": ("own-gsm8k",), "prompts": 1,
+              "backbone": None, "training": training, "response_tokens": 60, "benchmarks": ("own-gsm8k",), "prompts": 1,
               "max_new_tokens": 6, "concurrency": 2, "dtype": "float32"}  # fmt: skip
     return AblationConfig(**fields | changes)
 

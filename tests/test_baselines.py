@@ -346,6 +346,10 @@ def test_a_saved_drafter_comes_back_the_same(toy, latent, draft_ids, tmp_path):
     names = set(load_file(tmp_path / "saved" / "model.safetensors"))
     assert {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "midlayer.hidden_norm.weight"} <= names
     assert "embed_tokens.weight" not in names
+    smaller = load_file(tmp_path / "saved" / "model.safetensors")
+    del smaller["lm_head.weight"]  # the target's rows
+    save_file(smaller, tmp_path / "saved" / "model.safetensors")
+    assert torch.equal(baselines.load(tmp_path / "saved", toy).lm_head.weight, mine["lm_head.weight"])
     raw = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3]  # taps (0, 2), counted from one
     if latent:

@@ -155,11 +155,16 @@ def test_own_embedding_and_head_in_the_file_win_over_the_targets(toy, tmp_path):
     assert torch.equal(own.lm_head.weight, head) and torch.equal(own.embed_tokens.weight, embedding)
 
 
-def test_a_pruned_head_comes_from_the_file_alone(toy, saved):
+def test_a_pruned_head_that_the_file_lacks_is_the_targets_rows_and_must_be_written_for_vllm(toy, saved, tmp_path):
     assert torch.equal(checkpoint.load(saved, toy).lm_head.weight, toy.lm_head[KEPT])
     rewrite(saved, lm_head__weight=None)
-    with pytest.raises(ValueError, match="missing tensors.*lm_head.weight"):
-        checkpoint.load(saved, toy)
+    drafter = checkpoint.load(saved, toy)
+    assert torch.equal(drafter.lm_head.weight, toy.lm_head[KEPT]) and "target's rows" in drafter.notes[0]
+    for format in ("vllm", "speculators"):
+        with pytest.raises(ValueError, match="name the target"):
+            checkpoint.write(checkpoint.read(saved), tmp_path / format, format=format)
+    checkpoint.save(drafter, tmp_path / "whole", format="vllm")
+    assert "lm_head.weight" in load_file(tmp_path / "whole" / "model.safetensors")
 
 
 # ---- refusals: tensors

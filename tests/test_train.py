@@ -482,5 +482,16 @@ def test_the_command_trains_resumes_and_exports(target, tmp_path, monkeypatch):
     assert torch.equal(more.state_dict()[w1], drafter.state_dict()[w1])
     assert not torch.equal(more.fc.weight, drafter.fc.weight)
     assert "| init | drafter |" in (tmp_path / "more" / "drafter" / "README.md").read_text()
-    with pytest.raises(SystemExit):
-        train.main([*further, "--config", json.dumps(small)])
+    with pytest.raises(ValueError, match="no beginning of this shape: .*layers.1"):
+        train.main([*further, "--config", '{"num_hidden_layers": 2}'])
+
+
+def test_heads_are_added_to_a_bare_backbone(lively, samples, tmp_path):
+    """What two arms of an ablation begin from: the same backbone, bit for bit."""
+    bare = trainer(lively, samples, tmp_path / "bare", markov_rank=0, confidence_head=False, draft_vocab_size=12)
+    checkpoint.save(bare.inference_drafter(), tmp_path / "drafter", torch.float32)
+    whole = bare.drafter.config.replace(markov_rank=4, confidence_head=True)
+    drafter = train.trained_drafter(tmp_path / "drafter", lively, whole, seed=1)
+    new = dict(drafter.named_parameters())
+    assert all(torch.equal(new[name], tensor) for name, tensor in bare.drafter.named_parameters())
+    assert new["markov_head.markov_w1.weight"].requires_grad and not new["lm_head.weight"].requires_grad
