@@ -58,7 +58,7 @@ def load(folder: Path, target, dtype=None) -> DSparkDrafter:
     if "lm_head.weight" not in shared | tensors:
         shared["lm_head.weight"] = target.lm_head[tensors["t2d"].to(target.lm_head.device)]
         notes.append(
-            "lm_head.weight is not in the file: the target's rows of the draft vocabulary (vLLM needs it written)"
+            "lm_head.weight is not in the file: the target's rows, which vLLM would need written"
         )
     with torch.device("meta"):
         drafter = DSparkDrafter(config)
