@@ -399,7 +399,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--drafter", default="dspark", choices=baselines.KINDS, help="a baseline takes the same size")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of DSparkConfig fields to change")
     parser.add_argument(
-        "--init", type=Path, help="begin from this drafter and its shape; heads given by --config are added"
+        "--init", type=Path, help="begin from this drafter; --config may add heads"
     )
     stream.add_arguments(parser)
     for field in dataclasses.fields(TrainConfig):
