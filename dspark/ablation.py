@@ -7,13 +7,11 @@ Rows of `head_ablation.csv` carry the hash of their run; a rerun trains and meas
 
 import argparse
 import dataclasses
-import functools
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from dspark import baselines, checkpoint, schedule
 from dspark.batched import Served, observed_blocks, serve
 from dspark.config import DSparkConfig
 from dspark.data import OWN_SETS, load_prompts, read_jsonl
-from dspark.decode import pooled_tau
+from dspark.decode import pooled_tau, step_parts
 from dspark.evaluate import COMMITTED_DRAFTER
 from dspark.paths import ROOT, cache_dir
 from dspark.schedule import Fixed
@@ -178,22 +176,6 @@ def acceptance(answers: list[Served], n: int) -> dict:
     return row
 
 
-def draft_milliseconds(target: Target, drafters: dict[str, object], prompt: list[int], repeats: int = 20):
-    """{name: median time of drafting one whole block after `prompt`}; all take turns, so that noise hits all alike."""
-    out = target.forward(torch.tensor([prompt], device=target.device), target.new_cache(1, len(prompt)), 0)
-    anchor, times = target.logits(out.hidden[0, -1:]).argmax(-1), {name: [] for name in drafters}
-    contexts = {name: drafter.new_cache(len(prompt)) for name, drafter in drafters.items()}
-    with torch.inference_mode():
-        for name, drafter in drafters.items():
-            drafter.extend(contexts[name], out.features[0])
-        for _ in range(repeats + 1):  # the first warms up
-            for name, drafter in drafters.items():
-                begun = time.perf_counter()
-                drafter.draft(anchor, contexts[name], drafter.config.block_size)[0].tolist()
-                times[name].append(time.perf_counter() - begun)
-    return {name: 1e3 * float(np.median(values[1:])) for name, values in times.items()}
-
-
 def study(config: AblationConfig, arms: list[Arm], out: Path, fresh: bool = False) -> pd.DataFrame:
     """Train and measure the arms, resuming from out/head_ablation.csv: one row an (arm, benchmark)."""
     out.mkdir(parents=True, exist_ok=True)
@@ -218,8 +200,9 @@ def study(config: AblationConfig, arms: list[Arm], out: Path, fresh: bool = Fals
         table.to_csv(path, index=False)
     if table.draft_ms.isna().any():
         drafters = {runs[arm]: checkpoint.load(folder, target) for arm, folder in folders.items()}
-        times = draft_milliseconds(target, drafters, chats(target, config.benchmarks[0], slice(1))[0])
-        table["draft_ms"] = table.run.map(times)
+        cells = [(run, drafter.config.block_size) for run, drafter in drafters.items()]
+        times = step_parts(target, drafters, cells, chats(target, config.benchmarks[0], slice(1))[0])
+        table["draft_ms"] = table.run.map({run: parts["draft_ms"] for (run, _), parts in times.items()})
     table.to_csv(path, index=False)
     return table
 
@@ -281,22 +264,37 @@ def paired(seeds: pd.DataFrame, pairs: list[tuple[str, str]], metrics=("tau", "c
 # ---- calibration, and tables that resume
 
 
-def calibrate(
+def calibration_blocks(
     target: Target, drafter, benchmarks: tuple[str, ...], prompts: int, max_new_tokens: int, concurrency: int,
     temperature: float = 0.0, seed: int = 0,
-) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
-    """STS from real decoding with all drafts verified, fitted on the last `prompts` of each set and judged on the
-    first: (calibration_table, its reliability bins before and after, one row a position and bin)."""
-    n, blocks = drafter.config.max_draft_tokens, []
-    for part in (slice(-prompts, None), slice(prompts)):
-        every = [chat for name in benchmarks for chat in chats(target, name, part)]
+) -> pd.DataFrame:  # fmt: skip
+    """Real decoding with all n drafts verified, one row a block: `part` ("fit" on the last `prompts` of each set,
+    "judge" on the first), drafts `accepted`, and confidence_1..n before any calibration, to four digits."""
+    n, tables = drafter.config.max_draft_tokens, []
+    for part, chosen in (("fit", slice(-prompts, None)), ("judge", slice(prompts))):
+        every = [chat for name in benchmarks for chat in chats(target, name, chosen)]
         answers = serve(target, drafter, every, Fixed(n), concurrency, max_new_tokens, temperature, seed)
-        blocks.append(observed_blocks(answers, n))
-    temperatures, (confidence, accepted) = schedule.fit_temperatures(*blocks[0]), blocks[1]
+        confidence, accepted = observed_blocks(answers, n)
+        table = pd.DataFrame(confidence.round(4), columns=[f"confidence_{k}" for k in range(1, n + 1)])
+        tables.append(table.assign(part=part, accepted=accepted))
+    return pd.concat(tables, ignore_index=True)
+
+
+def observed(blocks: pd.DataFrame, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """confidence [N, n] and drafts accepted [N] of the blocks of one part."""
+    rows = blocks[blocks.part == part]
+    return rows.filter(like="confidence_").to_numpy(float), rows.accepted.to_numpy()
+
+
+def calibrate(blocks: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """STS fitted on one part of calibration_blocks and judged on the other: (calibration_table, its reliability bins
+    before and after, one row a position and bin)."""
+    temperatures = schedule.fit_temperatures(*observed(blocks, "fit"))
+    confidence, accepted = observed(blocks, "judge")
     bins = []
     for name, scale in (("before STS", None), ("after STS", temperatures)):
         predicted = schedule.survival(confidence, scale)
-        for k in range(n):
+        for k in range(confidence.shape[1]):
             table = schedule.reliability(predicted[:, k], accepted > k)
             bins.append(table.assign(position=k + 1, calibration=name))
     return schedule.calibration_table(confidence, accepted, temperatures), pd.concat(bins, ignore_index=True)
@@ -317,13 +315,6 @@ def kept(path: Path, key: dict, measure: Callable[[], pd.DataFrame], fresh: bool
     return rows
 
 
-def kept_pair(path: Path, key: dict, measure: Callable[[], tuple], fresh: bool = False) -> tuple:
-    """`kept` for the two tables of `calibrate`: the second goes into NAME_bins.csv."""
-    once = functools.cache(measure)
-    bins = path.with_name(f"{path.stem}_bins.csv")
-    return kept(path, key, lambda: once()[0], fresh), kept(bins, key, lambda: once()[1], fresh)
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="dspark calibrate", description="Write calibration.json into a checkpoint.")
     parser.add_argument("--drafter", type=Path, default=COMMITTED_DRAFTER, help="checkpoint folder")
@@ -338,7 +329,7 @@ def main(argv: list[str]) -> None:
     drafter = checkpoint.load(args.drafter, target)
     target.layer_ids = drafter.config.target_layer_ids
     size = (args.prompts, args.max_new_tokens, args.concurrency, args.temperature)
-    table, _ = calibrate(target, drafter, OWN_SETS, *size)
+    table, _ = calibrate(calibration_blocks(target, drafter, OWN_SETS, *size))
     print(table.round(3).to_string(index=False))
     ece = round(float(table.ece_after.mean()), 4)
     schedule.save_temperatures(

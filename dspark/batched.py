@@ -189,15 +189,16 @@ class _Forced:
 
 @torch.inference_mode()
 def profile_steps(
-    target: Target, drafter, prompts: list[list[int]], n: int, requests: tuple[int, ...], repeats: int
+    target: Target, drafter, prompts: list[list[int]], drafts: list[int], requests: tuple[int, ...], repeats: int
 ) -> pd.DataFrame:
-    """Time whole steps of the real engine: R requests, j = 0..n of n drafts verified, so B = R * (1 + j) tokens.
+    """Time whole steps of the real engine: R requests that make n of `drafts` each, j = 0..n of them verified, so
+    B = R * (1 + j) tokens.
 
-    One row a (R, B): step_ms is the median of `repeats`, taken in turn over all j so that a slow minute hits all of
+    One row an (n, R, B): step_ms is the median of `repeats`, taken in turn over all j so that a slow minute hits all of
     them; sps is steps/s. Prompts are used in turn to fill the rows.
     """
     rows = []
-    for R in requests:
+    for n, R in itertools.product(drafts, requests):
         policy = _Forced(n)
         longest = max(map(len, prompts)) + (repeats + 1) * (n + 1) ** 2 + n + 1
         engine = Engine(target, drafter, policy, R, longest)
@@ -209,10 +210,8 @@ def profile_steps(
                 policy.drafts, begun = j, time.perf_counter()
                 engine.step()
                 times[repeat, j] = time.perf_counter() - begun
-        milliseconds = 1e3 * np.median(times[1:], 0)
-        rows += [
-            {"requests": R, "tokens": R * (1 + j), "step_ms": ms, "sps": 1e3 / ms} for j, ms in enumerate(milliseconds)
-        ]
+        for j, ms in enumerate(1e3 * np.median(times[1:], 0)):
+            rows.append({"drafts": n, "requests": R, "tokens": R * (1 + j), "step_ms": ms, "sps": 1e3 / ms})
     return pd.DataFrame(rows)
 
 

@@ -57,9 +57,7 @@ def load(folder: Path, target, dtype=None) -> DSparkDrafter:
     notes += [f"the file's own {name} differs from the target's and is kept" for name in sorted(own)]
     if "lm_head.weight" not in shared | tensors:
         shared["lm_head.weight"] = target.lm_head[tensors["t2d"].to(target.lm_head.device)]
-        notes.append(
-            "lm_head.weight is not in the file: the target's rows, which vLLM would need written"
-        )
+        notes.append("lm_head.weight is not in the file: the target's rows, which vLLM would need written")
     with torch.device("meta"):
         drafter = DSparkDrafter(config)
     drafter.load_state_dict(shared | tensors, assign=True)

@@ -182,3 +182,47 @@ def heldout_tau(target: Target, drafter, prompts: list[str], n: int, max_new_tok
     """Greedy accepted length of real decoding, pooled over prompts (user texts)."""
     chats = [target.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     return pooled_tau(answer(target, drafter, chat, n, max_new_tokens) for chat in chats)
+
+
+@torch.inference_mode()
+def step_parts(target: Target, drafters: dict, cells: list[tuple[str, int]], chat: list[int], repeats: int = 20):
+    """What one greedy step after `chat` is made of: {(drafter, n): median ms of its parts}, each timed alone, all in
+    turn, so that noise hits all alike. ("autoregressive", 0) is one plain token.
+
+    draft_ms makes n drafts, verify_ms runs the target over n + 1 tokens and accepts, commit_ms takes two tokens into
+    the drafter's context. cells: (name, n) of trained `drafters`.
+    """
+    cells = [("autoregressive", 0), *cells]
+    capacity, prompt = len(chat) + max(n for _, n in cells) + 2, torch.tensor(chat, device=target.device)
+    cache, contexts, times = target.new_cache(1, capacity), {}, {cell: [] for cell in cells}
+    for name, drafter in drafters.items():
+        target.layer_ids = drafter.config.target_layer_ids
+        contexts[name] = drafter.new_cache(capacity)
+        drafter.extend(contexts[name], target.forward(prompt[None], cache, 0).features[0], prompt)
+    target.layer_ids = ()
+    anchor = target.logits(target.forward(prompt[None], cache, 0).hidden[0, -1:]).argmax(-1)
+
+    def now() -> float:
+        if anchor.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    for _ in range(repeats + 1):  # the first warms up
+        for name, n in cells:
+            drafter, drafts = drafters.get(name), anchor[:0]
+            target.layer_ids = drafter.config.target_layer_ids if drafter else ()
+            clock = [now()]
+            if drafter:
+                drafts = drafter.draft(anchor, contexts[name], n)[0]
+            clock.append(now())
+            out = target.forward(torch.cat([anchor, drafts])[None], cache, len(chat))
+            verify(target.logits(out.hidden), drafts[None])
+            clock.append(now())
+            if drafter:
+                drafter.extend(contexts[name], out.features[0, :2], torch.cat([anchor, drafts])[:2])
+                contexts[name].length -= 2
+            clock.append(now())
+            times[name, n].append([1e3 * (b - a) for a, b in zip(clock, clock[1:], strict=False)])
+    parts = ("draft_ms", "verify_ms", "commit_ms")
+    medians = {cell: torch.tensor(rows[1:]).median(0).values.tolist() for cell, rows in times.items()}
+    return {cell: dict(zip(parts, row, strict=True)) for cell, row in medians.items()}

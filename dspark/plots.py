@@ -238,6 +238,35 @@ def benchmark_bars(
 
 
 @mpl.rc_context(STYLE)
+def step_parts(table: pd.DataFrame) -> Plot:
+    """Left: milliseconds of a step's parts, one bar a (drafter, n). Right: the speedup that they and tau predict
+    against the measured one. Rows of `tables.cost_model`."""
+    figure = Figure((PAGE, 2.6))
+    left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
+    bottom, at = np.zeros(len(table)), np.arange(len(table))
+    for part, colour in {"draft": _BLUE, "verify": _GREY, "commit": _ORANGE}.items():
+        left.bar(at, table[f"{part}_ms"], 0.7, bottom, color=colour, label=part)
+        bottom += table[f"{part}_ms"]
+    left.axhline(table["autoregressive_ms"].iloc[0], color="0.15", linewidth=0.8, linestyle=(0, (1, 1)))
+    names = [
+        f"{DRAFTER_STYLE[drafter]['label']}\n$n={n}$" for drafter, n in zip(table["drafter"], table["n"], strict=True)
+    ]
+    left.set_xticks(at, names)
+    left.set_ylabel("One step (ms); dotted: one plain token")
+    for drafter, rows in table.groupby("drafter", sort=False):
+        right.plot(rows["predicted"], rows["speedup"], **DRAFTER_STYLE[drafter] | {"linestyle": ""})
+    ends = [table[["predicted", "speedup"]].min().min(), table[["predicted", "speedup"]].max().max()]
+    right.plot(ends, ends, color="0.7", linewidth=0.8)
+    right.set(xlabel="Predicted: τ × plain token / step", ylabel="Measured speedup")
+    _legend(figure, left)
+    caption = (
+        "The parts of a greedy step, each timed alone after one prompt (medians), against one plain token; and the "
+        "speedup that they predict from the accepted length against the mean measured speedup, prefill included."
+    )
+    return Plot(figure, table, caption, {"error_bars": "none"})
+
+
+@mpl.rc_context(STYLE)
 def block_mask(mask: np.ndarray, labels: tuple[list[str], list[str]], title: str) -> Plot:
     """The attention mask of drafter blocks as a picture.
 

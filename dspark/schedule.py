@@ -141,6 +141,32 @@ class StepCost:
         return lambda tokens: 1 / float(np.interp(tokens / requests - 1, drafts, at))
 
 
+def by_drafts(table: pd.DataFrame) -> dict[int, StepCost]:
+    """{n: cost of a step in which n drafts are made}: rows of a step-cost table with a column `drafts`."""
+    return {int(n): StepCost.from_table(part) for n, part in table.groupby("drafts")}
+
+
+def drafts_to_make(costs: dict[int, StepCost], survival: np.ndarray, accepted: np.ndarray, requests: int) -> int:
+    """The n to draft under a load of R requests: which of `costs` would have let the early-stopping scheduler emit most
+    tokens a second on observed blocks, survival [N, n] with accepted [N], R of them (drawn, seeded) a step.
+
+    Making drafts is not free on every machine, and the scheduler decides only what becomes of those that were made.
+    Decided once, before any of the drafts exist, so lossless.
+    """
+    groups = np.random.default_rng(0).integers(len(accepted), size=(200, requests))
+
+    def tokens_per_second(n: int) -> float:
+        rate, tokens, seconds = costs[n].steps_per_second(requests), 0, 0.0
+        for group in groups:
+            seen = survival[group, :n]
+            lengths = prefixes(seen, early_stop(seen, rate))
+            tokens += requests + int(np.minimum(accepted[group], lengths).sum())
+            seconds += 1 / rate(requests + sum(lengths))
+        return tokens / seconds
+
+    return max(costs, key=tokens_per_second)
+
+
 # ---- searches
 
 

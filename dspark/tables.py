@@ -1,6 +1,7 @@
 """Tables for readers: published numbers, the change from n = 3 to n = 7 in the release's form, accepted length by
 context; as CSV and LaTeX."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,29 @@ def change_table(points: pd.DataFrame, low: int = 3, high: int = 7) -> pd.DataFr
     wide.columns = [f"speedup_n{low}", f"speedup_n{high}"]
     wide["change_percent"] = 100 * (wide[f"speedup_n{high}"] / wide[f"speedup_n{low}"] - 1)
     return wide.reset_index()
+
+
+def cost_model(parts: dict, means: pd.DataFrame) -> pd.DataFrame:
+    """decode.step_parts beside a sweep: drafter, n, the parts, autoregressive_ms, break_even_tau (step over plain
+    token), tau, and the speedup `predicted` (tau over break_even_tau) and measured. means: one mean of `with_mean`."""
+    plain = sum(parts["autoregressive", 0].values())
+    rows = [{"drafter": name, "n": n, **part} for (name, n), part in parts.items() if n]
+    table = pd.DataFrame(rows).assign(autoregressive_ms=plain)
+    table["break_even_tau"] = table[["draft_ms", "verify_ms", "commit_ms"]].sum(axis=1) / plain
+    table = table.merge(means[["drafter", "n", "tau", "speedup"]], on=["drafter", "n"])
+    return table.assign(predicted=table["tau"] / table["break_even_tau"])
+
+
+def recipes(folders: dict[str, str]) -> pd.DataFrame:
+    """What trained drafters were made of, from the recipe.json beside their weights: one row a drafter."""
+    rows = []
+    for name, folder in folders.items():
+        path = Path(folder) / "recipe.json"
+        recipe = json.loads(path.read_text()) if path.exists() else {}
+        whole = recipe.get("draft_tokens", 0) + recipe.get("init_draft_tokens", 0)
+        rows.append({"drafter": name, "draft_tokens": whole or None, "response_tokens": recipe.get("response_tokens"),
+                     "longest_conversation": recipe.get("longest_conversation")})  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def by_context(records: list[dict], trained: int = 0) -> pd.DataFrame:

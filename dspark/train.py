@@ -398,9 +398,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="run folder: checkpoints, logs, and the drafter")
     parser.add_argument("--drafter", default="dspark", choices=baselines.KINDS, help="a baseline takes the same size")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of DSparkConfig fields to change")
-    parser.add_argument(
-        "--init", type=Path, help="begin from this drafter; --config may add heads"
-    )
+    parser.add_argument("--init", type=Path, help="begin from this drafter; --config may add heads")
     stream.add_arguments(parser)
     for field in dataclasses.fields(TrainConfig):
         kind = {"bool": lambda text: text.lower() in ("1", "true"), "int": int, "float": float, "str": str}

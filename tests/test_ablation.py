@@ -116,13 +116,6 @@ def test_paired_differences_are_within_seeds():
     assert row.difference == pytest.approx(0.1) and np.isnan(row.low)
 
 
-def test_draft_times_are_of_whole_blocks():
-    target = tiny_target()
-    drafters = {heads: tiny_drafter(target, **HEADS[heads]) for heads in ("none", "rnn")}
-    times = ablation.draft_milliseconds(target, drafters, [5, 6, 7], repeats=5)
-    assert times.keys() == drafters.keys() and min(times.values()) > 0
-
-
 def test_load_test_counts_what_was_verified():
     target = tiny_target()
     drafter = tiny_drafter(target, draft_ids=torch.tensor([14, 23, 25, 31, 36]))
@@ -147,7 +140,8 @@ def test_calibration_is_judged_on_other_prompts_than_it_was_fitted_on(target, mo
 
     monkeypatch.setattr(ablation, "serve", watch)
     drafter = ablation.checkpoint.load(ablation.COMMITTED_DRAFTER, target)
-    table, bins = ablation.calibrate(target, drafter, ("own-gsm8k", "own-aime"), 1, 8, 2)
+    blocks = ablation.calibration_blocks(target, drafter, ("own-gsm8k", "own-aime"), 1, 8, 2)
+    table, bins = ablation.calibrate(blocks)
     n = drafter.config.max_draft_tokens
     assert len(asked[0]) == len(asked[1]) == 2 and not [chat for chat in asked[0] if chat in asked[1]]
     assert table.position.tolist() == list(range(1, n + 1)) and (table.temperature > 0).all()

@@ -261,10 +261,9 @@ def test_profile_times_every_number_of_verified_drafts(toy, drafter, monkeypatch
         return step(engine)
 
     monkeypatch.setattr(batched.Engine, "step", watch)
-    table = profile_steps(toy, drafter, PROMPTS, 3, (1, 4), 2)
-    assert table[["requests", "tokens"]].values.tolist() == [[1, b] for b in (1, 2, 3, 4)] + [
-        [4, b] for b in (4, 8, 12, 16)
-    ]
-    assert Counter(widths) == {(R, j): 3 for R in (1, 4) for j in range(4)}
+    table = profile_steps(toy, drafter, PROMPTS, [1, 3], (1, 4), 2)
+    verified = [(n, R, R * (1 + j)) for n in (1, 3) for R in (1, 4) for j in range(n + 1)]
+    assert [tuple(row) for row in table[["drafts", "requests", "tokens"]].values.tolist()] == verified
+    assert Counter(widths) == {(R, j): 3 * (2 if j <= 1 else 1) for R in (1, 4) for j in range(4)}
     assert (table.step_ms > 0).all() and np.allclose(table.sps * table.step_ms, 1e3)
-    assert StepCost.from_table(table).seconds.shape == (2, 4)
+    assert {n: cost.seconds.shape for n, cost in schedule.by_drafts(table).items()} == {1: (2, 2), 3: (2, 4)}

@@ -9,8 +9,9 @@ from scipy.stats import chisquare
 from tiny import VOCAB, tiny_config, tiny_drafter, tiny_model, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dspark import baselines
 from dspark.config import DSparkConfig
-from dspark.decode import Answer, answer, confident_prefix, decode, draft_ids, pooled_tau, verify_greedy
+from dspark.decode import Answer, answer, confident_prefix, decode, draft_ids, pooled_tau, step_parts, verify_greedy
 from dspark.drafter import Draft, DSparkDrafter
 from dspark.kernels import verify
 from dspark.target import Target
@@ -450,3 +451,24 @@ def test_sampling_repeats_with_its_seed(toy):
     drafter = tiny_drafter(toy)
     texts = [answer(toy, drafter, [5, 6], 3, 20, temperature=1.0, seed=seed).tokens for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_steps_parts_are_timed_for_every_drafter_and_leave_its_context_as_it_was(monkeypatch):
+    target = tiny_target()
+    drafters = {
+        "dspark": tiny_drafter(target),
+        "eagle3": baselines.build(baselines.eagle3_config(tiny_config(), False)),
+    }
+    drafters["eagle3"].adopt_target(target.embed_tokens, target.lm_head)
+    made = []
+
+    def watch(draft):
+        return lambda anchor, cache, n: made.append((cache.length, n)) or draft(anchor, cache, n)
+
+    for drafter in drafters.values():
+        monkeypatch.setattr(drafter, "draft", watch(drafter.draft))
+    parts = step_parts(target, drafters, [("dspark", 3), ("eagle3", 2)], [5, 6, 7], repeats=2)
+    assert list(parts) == [("autoregressive", 0), ("dspark", 3), ("eagle3", 2)]
+    assert made == [(3, 3), (3, 2)] * 3
+    for (name, _), part in parts.items():
+        assert part["verify_ms"] > 0 and (part["draft_ms"] > 0.01) == (name != "autoregressive")

@@ -352,3 +352,24 @@ def test_block_mask_colours_context_own_block_and_hidden_keys():
 def test_block_mask_refuses_what_is_no_mask(mask, labels):
     with pytest.raises(ValueError, match="mask must be bool"):
         plots.block_mask(mask, labels, "wrong")
+
+
+def test_a_cost_model_predicts_the_speedup_from_its_parts_and_tau():
+    def parts(*ms):
+        return dict(zip(("draft_ms", "verify_ms", "commit_ms"), ms, strict=True))
+
+    timed = {("autoregressive", 0): parts(0, 40, 0), ("dspark", 3): parts(8, 50, 2), ("dflash", 3): parts(8, 50, 2)}
+    means = pd.DataFrame({"drafter": ["dspark", "dflash"], "n": [3, 3], "tau": [3.0, 1.5], "speedup": [1.9, 1.0]})
+    table = tables.cost_model(timed, means)
+    assert table.drafter.tolist() == ["dspark", "dflash"] and table.break_even_tau.tolist() == [1.5, 1.5]
+    assert table.predicted.tolist() == [2.0, 1.0] and table.speedup.tolist() == [1.9, 1.0]
+    plot = plots.step_parts(table)
+    assert plot.data is table and len(plot.figure.axes) == 2
+    heights = sorted(patch.get_height() for patch in plot.figure.axes[0].patches)
+    assert heights == [2, 2, 8, 8, 50, 50]
+
+
+def test_recipes_count_what_a_drafter_began_from_and_leave_the_unknown_open(tmp_path):
+    (tmp_path / "recipe.json").write_text(json.dumps({"draft_tokens": 5, "init_draft_tokens": 2, "response_tokens": 9}))
+    table = tables.recipes({"dspark": str(tmp_path), "dflash": "nowhere"})
+    assert table.draft_tokens.fillna(-1).tolist() == [7, -1] and table.response_tokens.fillna(-1).tolist() == [9, -1]

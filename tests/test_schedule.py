@@ -212,3 +212,26 @@ def test_global_spends_the_budget_of_two_steps_before_on_the_best_of_now():
     policy.lengths(low)
     assert policy.lengths(low) == [3, 3, 3, 3]  # what `high` deserved two steps before
     assert policy.lengths(high) == [0, 0, 0, 0]  # what `low` deserved
+
+
+def test_drafting_less_where_drafts_are_dear_or_seldom_kept():
+    rng = np.random.default_rng(0)
+
+    def observed(chance):
+        kept = (rng.random((4000, 3)) < chance).cumprod(1).sum(1)
+        return np.tile(chance ** np.arange(1, 4), (4000, 1)), kept
+
+    free = {n: StepCost(np.array([1, 8]), np.ones((2, n + 1))) for n in (1, 3)}
+    dear = free | {3: StepCost(np.array([1, 8]), np.array([[1.0] * 4, [2.0] * 4]))}  # nothing at R = 1, twice at R = 8
+    likely, seldom = observed(0.9), observed(0.3)
+    for R in (1, 8):
+        assert schedule.drafts_to_make(free, *likely, R) == 3
+    assert schedule.drafts_to_make(dear, *likely, 1) == 3 and schedule.drafts_to_make(dear, *likely, 8) == 1
+    assert schedule.drafts_to_make(dear, *seldom, 8) == 1
+
+
+def test_step_costs_are_told_apart_by_the_drafts_made():
+    rows = {"requests": [1, 1, 1, 1, 1], "tokens": [1, 2, 1, 2, 3], "step_ms": [10, 12, 14, 16, 18]}
+    costs = schedule.by_drafts(pd.DataFrame(rows | {"drafts": [1, 1, 2, 2, 2]}))
+    assert list(costs) == [1, 2] and costs[2].seconds[0] == pytest.approx([0.014, 0.016, 0.018])
+    assert costs[1].seconds.shape == (1, 2)
