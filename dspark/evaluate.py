@@ -39,8 +39,7 @@ MAX_POSITIONS = 8  # accept_pos columns
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-5}
 ENGINES = ("dspark", "vllm")
 COMMITTED_DRAFTER = DATA / "drafters" / "smollm2-135m-dspark"
-COMMITTED_DFLASH = DATA / "drafters" / "smollm2-135m-dflash"
-COMMITTED_EAGLE3 = DATA / "drafters" / "smollm2-135m-eagle3-mla"
+COMMITTED_BASELINES = {name: DATA / "drafters" / f"smollm2-135m-{name}" for name in ("dflash", "eagle3-mla")}
 
 
 @dataclass(frozen=True)
