@@ -2,7 +2,8 @@
 
 `python3 -m dspark serve --profile P` starts vLLM with the hidden-state connector, waits until it is healthy, trains
 under torchrun, and stops everything at the end, on Ctrl-C and on a crash. `--only verifier` and `--only trainer` start
-one half, for two machines; `--dry-run` prints the commands.
+one half, for two machines; `--drafter D` serves the target with a trained drafter instead, as users want it; `--dry-run`
+prints the commands.
 """
 
 import argparse
@@ -64,6 +65,7 @@ ON_CPU = {  # what vLLM needs without a GPU; it also wants --enforce-eager and a
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
 }
+INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}  # to draft there: the one runner with DSpark
 
 
 class Command(NamedTuple):
@@ -92,13 +94,16 @@ def transfer_config(endpoints: list[str], budget: int) -> dict:
 def verifier_command(
     profile: Profile, endpoints: list[str], host: str = "127.0.0.1", port: int = 8000, model: str | None = None,
     trust_remote_code: bool = False, extra: tuple[str, ...] = (), transfer: dict | None = None,
+    drafting: dict | None = None,
 ) -> Command:  # fmt: skip
     """vLLM's OpenAI-compatible server for the profile's target; `model` is a folder in place of its hub name,
-    `transfer` another --kv-transfer-config than our connector's."""
+    `transfer` another --kv-transfer-config than our connector's. With `drafting`, a --speculative-config, it drafts and
+    streams nothing."""
     shape = PRESETS[profile.preset]
     layer_ids = (*shape.aux_hidden_state_layer_ids, shape.target_num_hidden_layers)
+    interpreted = bool(drafting) and not profile.gpus
     argv = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        sys.executable, "-m", "dspark.vllm_engine" if interpreted else "vllm.entrypoints.openai.api_server",
         "--model", model or shape.target,
         "--served-model-name", shape.target,
         "--host", host, "--port", str(port),
@@ -106,9 +111,10 @@ def verifier_command(
         "--tensor-parallel-size", str(profile.tensor_parallel),
         "--max-model-len", str(profile.max_model_len),
         "--max-num-seqs", str(profile.max_num_seqs),
-        "--speculative-config", json.dumps(speculative_config(layer_ids)),
-        "--kv-transfer-config", json.dumps(transfer or transfer_config(endpoints, profile.budget)),
+        "--speculative-config", json.dumps(drafting or speculative_config(layer_ids)),
     ]  # fmt: skip
+    if not drafting:
+        argv += ["--kv-transfer-config", json.dumps(transfer or transfer_config(endpoints, profile.budget))]
     if trust_remote_code:
         argv.append("--trust-remote-code")
     environment = {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"}
@@ -118,8 +124,17 @@ def verifier_command(
         environment["CUDA_VISIBLE_DEVICES"] = _gpu_list(range(profile.tensor_parallel))
     else:
         argv += ["--gpu-memory-utilization", "0.3", "--enforce-eager"]
-        environment |= ON_CPU
+        environment |= ON_CPU | (INTERPRETED if interpreted else {})
     return Command([*argv, *extra], environment)
+
+
+def drafting_config(drafter: str, n: int) -> dict:
+    """vLLM's configuration for a folder that it can serve, or for the hub name of a DSpark drafter."""
+    if not Path(drafter).is_dir():
+        return {"method": "dspark", "model": drafter, "num_speculative_tokens": n}
+    from dspark.vllm_engine import speculative_config
+
+    return speculative_config(drafter, n)
 
 
 def trainer_command(profile: Profile, verifier: str, listen: str, port: int, train_args: list[str]) -> Command:
@@ -270,6 +285,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--profile", default="cpu", choices=PROFILES)
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of Profile fields to change")
     parser.add_argument("--only", choices=("verifier", "trainer"), help="start one half, for two machines")
+    parser.add_argument("--drafter", help="serve the target with this drafter, a folder or hub name; no training")
+    parser.add_argument("-n", type=int, default=7, help="tokens it drafts a step: %(default)s")
     parser.add_argument("--verifier-host", default="127.0.0.1", help="where the verifier's API listens")
     parser.add_argument("--http-port", type=int, default=8000, help="of the verifier's API")
     parser.add_argument("--trainer-host", default="127.0.0.1", help="where trainers listen for hidden states")
@@ -303,14 +320,15 @@ def main(argv: list[str]) -> int:
         further += ["--mooncake-protocol", args.mooncake_protocol]
     verifier = verifier_command(
         profile, endpoints, args.verifier_host, args.http_port, model, args.trust_remote_code,
-        tuple(shlex.split(args.vllm_args)), transfer,
+        tuple(shlex.split(args.vllm_args)), transfer, drafting_config(args.drafter, args.n) if args.drafter else None,
     )  # fmt: skip
     trainer = trainer_command(
         profile, url, args.trainer_host, args.port, [*further, "--out", str(args.out), *args.train_args]
     )
     commands = {"verifier": verifier, "trainer": trainer}
-    if args.only:
-        commands = {args.only: commands[args.only]}
+    only = "verifier" if args.drafter else args.only
+    if only:
+        commands = {only: commands[only]}
     if args.dry_run:
         print(*commands.values(), sep="\n")
         return 0

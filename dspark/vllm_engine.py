@@ -25,11 +25,10 @@ from dspark.baselines import PROMPT_LOOKUP, PromptLookup
 from dspark.decode import Answer
 from dspark.formats import kind_of, read_json
 from dspark.paths import ROOT
-from dspark.serve import ON_CPU, Command, Fleet
+from dspark.serve import INTERPRETED, ON_CPU, Command, Fleet
 from dspark.setup import has_gpu
 from dspark.target import EMBEDDED, Target, embedded_target, encode_chat, stop_ids
 
-INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}  # the only runner that has DSpark
 _COUNTERS = "vllm:spec_decode_num_"
 
 

@@ -21,6 +21,8 @@ from dspark.serve import PROFILES, Command, Fleet, trainer_command, verifier_com
 from dspark.vllm_engine import server_command
 
 ENDPOINTS = ["tcp://127.0.0.1:29600", "tcp://127.0.0.1:29601"]
+DRAFTING = {"method": "dspark", "model": "novita/kimi-k2.7-code-dspark", "num_speculative_tokens": 5}
+RELEASE = verifier_command(PROFILES["kimi-k2.7-code"], [], trust_remote_code=True, drafting=DRAFTING)
 PARSE = """
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -77,7 +79,7 @@ def test_vllms_own_parser_takes_the_sweeps_of_the_gpu_profiles(tmp_path):
 
 def test_vllms_own_parser_takes_every_profiles_command():
     commands = [verifier_command(profile, ENDPOINTS, trust_remote_code=True) for profile in PROFILES.values()]
-    rows = parsed(commands)
+    *rows, release = parsed([*commands, RELEASE])
     assert len(rows) == len(PROFILES) == 4
     for profile, row in zip(PROFILES.values(), rows, strict=True):
         shape = PRESETS[profile.preset]
@@ -91,8 +93,10 @@ def test_vllms_own_parser_takes_every_profiles_command():
         assert row["connector"] == ["HiddenStateConnector", "dspark.connector", "kv_producer", options]
         assert row["enforce_eager"] is (profile.gpus == 0)
         assert (row["fuse_allreduce_rms"] is False) == (profile.gpus > 0)
-    kimi = rows[list(PROFILES).index("kimi-k2.6")]
-    assert (kimi["tensor_parallel_size"], kimi["max_model_len"], kimi["trust_remote_code"]) == (8, 20000, True)
+    assert release["speculative_config"] == DRAFTING and release["connector"] is None
+    for kimi in (rows[list(PROFILES).index("kimi-k2.6")], release):
+        assert (kimi["tensor_parallel_size"], kimi["max_model_len"], kimi["trust_remote_code"]) == (8, 20000, True)
+        assert kimi["fuse_allreduce_rms"] is False
 
 
 @pytest.mark.parametrize("name", ["kimi-k2.6", "kimi-k2.7-code"])
@@ -103,6 +107,29 @@ def test_kimi_is_served_as_released(name):
     assert "trust-remote-code" not in text
     assert str(verifier_command(PROFILES[name], ENDPOINTS, trust_remote_code=True)).count("--trust-remote-code") == 1
     assert f"--model moonshotai/Kimi-{name[5:].upper().replace('CODE', 'Code')} " in text
+
+
+def test_the_release_is_served_with_its_drafter_by_name(capsys):
+    argv = [
+        "--profile",
+        "kimi-k2.7-code",
+        "--drafter",
+        DRAFTING["model"],
+        "-n",
+        "5",
+        "--trust-remote-code",
+        "--dry-run",
+    ]
+    assert serve.main(argv) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == str(RELEASE) and "kv-transfer" not in line
+
+
+def test_a_drafter_in_a_folder_is_served_by_its_own_method(capsys):
+    folder = str(ROOT / "data" / "drafters" / "smollm2-135m-dspark")
+    assert serve.main(["--profile", "cpu", "--drafter", folder, "-n", "3", "--dry-run"]) == 0
+    line = capsys.readouterr().out
+    assert "-m dspark.vllm_engine" in line and '"method": "dspark"' in line and "TRITON_INTERPRET=1" in line
 
 
 def test_gpus_are_split_or_shared():
