@@ -2,8 +2,8 @@
 
 `python3 -m dspark serve --profile P` starts vLLM with the hidden-state connector, waits until it is healthy, trains
 under torchrun, and stops everything at the end, on Ctrl-C and on a crash. `--only verifier` and `--only trainer` start
-one half, for two machines; `--drafter D` serves the target with a trained drafter instead, as users want it; `--dry-run`
-prints the commands.
+one half, for two machines; `--drafter D` serves the target with a trained drafter instead; `--dry-run` prints the
+commands.
 """
 
 import argparse
