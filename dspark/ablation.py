@@ -235,13 +235,14 @@ def by_position(table: pd.DataFrame) -> pd.DataFrame:
 def by_seed(table: pd.DataFrame) -> pd.DataFrame:
     """One row an arm and seed: tau as the plain mean over benchmarks, and the decay of conditional acceptance, the
     slope of a line through it with each position weighted by the blocks that reached it."""
-    seeds = table.groupby(ARM, sort=False)[["tau", "draft_ms", "parameters"]].mean()
+    seeds = table.groupby(ARM, sort=False)[["tau", "draft_ms", "parameters"]].mean().reset_index()
+    slopes = []
     for key, cells in by_position(table).groupby(ARM, sort=False):
         seen = cells[cells.reached > 0]
         enough = len(seen) > 1
         line = np.polyfit(seen.position, seen.conditional, 1, w=np.sqrt(seen.reached)) if enough else [np.nan]
-        seeds.loc[key, "conditional_slope"] = line[0]
-    return seeds.reset_index()
+        slopes.append({**dict(zip(ARM, key, strict=True)), "conditional_slope": line[0]})
+    return seeds.merge(pd.DataFrame(slopes), on=ARM)
 
 
 def paired(seeds: pd.DataFrame, pairs: list[tuple[str, str]], metrics=("tau", "conditional_slope")) -> pd.DataFrame:
