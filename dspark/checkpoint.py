@@ -22,6 +22,7 @@ from dspark import card, formats
 from dspark.config import DSparkConfig
 from dspark.drafter import DSparkDrafter
 from dspark.formats import read_json
+from dspark.packed import pack
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HISTORY = ("recipe.json", "heldout.csv", "log.csv")  # how a drafter was made; goes along with an export
@@ -64,7 +65,7 @@ def load(folder: Path, target, dtype=None) -> DSparkDrafter:
     drafter.notes, drafter.own = notes, own
     for note in notes:
         log.warning("%s: %s", folder.name, note)
-    return drafter.to(dtype or target.dtype).to(target.device).eval().requires_grad_(False)
+    return pack(drafter.to(dtype or target.dtype).to(target.device).eval().requires_grad_(False))
 
 
 def _same(target: torch.Tensor, stored: torch.Tensor) -> bool:

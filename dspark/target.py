@@ -5,6 +5,7 @@ measures: fused projections and a preallocated KV cache take the Python out of t
 baseline and for verification alike.
 """
 
+import functools
 import hashlib
 import json
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.packed import Packed
 from dspark.paths import cache_dir
 
 EMBEDDED = "smollm2-135m"
@@ -55,14 +57,13 @@ class KVCache:
 
 class _Layer(NamedTuple):
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Packed
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Packed
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Packed
+    down: Packed
 
 
 class Target:
@@ -106,17 +107,17 @@ class Target:
     def _fuse(layer) -> _Layer:
         attn, mlp = layer.self_attn, layer.mlp
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
+        bias = torch.cat([p.bias.detach() for p in projections]) if attn.q_proj.bias is not None else None
         norm = [getattr(attn, name, None) for name in ("q_norm", "k_norm")]
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
-            qkv=torch.cat([p.weight.detach() for p in projections]),
-            qkv_bias=torch.cat([p.bias.detach() for p in projections]) if attn.q_proj.bias is not None else None,
+            qkv=Packed(torch.cat([p.weight.detach() for p in projections]), bias),
             q_norm=norm[0].weight.detach() if norm[0] is not None else None,
             k_norm=norm[1].weight.detach() if norm[1] is not None else None,
-            o=attn.o_proj.weight.detach(),
+            o=Packed(attn.o_proj.weight.detach()),
             post_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
-            down=mlp.down_proj.weight.detach(),
+            gate_up=Packed(torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])),
+            down=Packed(mlp.down_proj.weight.detach()),
         )
 
     @classmethod
@@ -182,8 +183,8 @@ class Target:
             h = F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps)
             x = x + self._attend(layer, h, cos, sin, cache, index, positions, end, mask, packed)
             h = F.rms_norm(x, x.shape[-1:], layer.post_norm, self.eps)
-            gate, up = F.linear(h, layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate).mul_(up), layer.down)
+            gate, up = layer.gate_up(h).chunk(2, -1)
+            x = x + layer.down(F.silu(gate).mul_(up))
             if index in self.layer_ids:
                 taps.append(x)
         hidden = F.rms_norm(x, x.shape[-1:], self.final_norm, self.eps)
@@ -192,7 +193,7 @@ class Target:
     def _attend(self, layer, h, cos, sin, cache, index, positions, end, mask, packed):
         B, S, heads = *(h if packed is None else positions).shape[:2], self.num_attention_heads
         kv, d = self.num_key_value_heads, self.head_dim
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(h)
         if packed is not None:  # what a padded place leaves in the cache stays unseen, as a rejected draft does
             qkv = qkv.new_zeros(B * S, qkv.shape[-1]).index_copy_(0, packed, qkv[0])
         qkv = qkv.view(B, S, heads + 2 * kv, d)
@@ -215,11 +216,15 @@ class Target:
         q = qk[:, :, :heads].view(B, S, kv, heads // kv, d).permute(0, 2, 1, 3, 4).reshape(B, kv, -1, d)
         out = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
         out = out.view(B, kv, S, heads // kv, d).permute(0, 2, 1, 3, 4).reshape(B, S, heads * d)
-        return F.linear(out if packed is None else out.flatten(0, 1)[packed][None], layer.o)
+        return layer.o(out if packed is None else out.flatten(0, 1)[packed][None])
+
+    @functools.cached_property
+    def _head(self) -> Packed:
+        return Packed(self.lm_head)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] (after the final norm) -> [..., V]."""
-        return F.linear(hidden, self.lm_head)
+        return self._head(hidden)
 
     def encode_chat(self, messages: list[dict], add_generation_prompt: bool = True, **template) -> list[int]:
         """Token ids of chat messages under the target's own chat template, whose variables `template` sets."""
@@ -258,7 +263,7 @@ def resolve_dtype(name: str) -> torch.dtype:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, half-split (Llama/Qwen) layout; cos and sin broadcast against x [..., d]."""
     a, b = x.chunk(2, -1)
-    return x * cos + torch.cat([-b, a], -1) * sin
+    return torch.addcmul(x * cos, torch.cat([-b, a], -1), sin)
 
 
 def embedded_target() -> Path:

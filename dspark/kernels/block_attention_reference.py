@@ -8,6 +8,7 @@ part only.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -35,13 +36,32 @@ def block_attention(
         rows = slice(first, first + count)
         end = int(anchors[rows].max())
         lowest = start if window is None else max(start, int(anchors[rows].min()) - window)
-        part = _one_document(
+        attend = _one_block if count == 1 else _one_document
+        part = attend(
             q[rows], context_k[lowest:end], context_v[lowest:end], block_k[rows], block_v[rows],
             anchors[rows] - lowest, causal, window,
         )  # fmt: skip
         parts.append(part)
         first += count
     return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def _one_block(q, context_k, context_v, block_k, block_v, anchors, causal, window):
+    """As _one_document for a single block, which is all that decoding has of a document: its keys can be joined."""
+    _, n, heads, d = q.shape
+    L, kv, _ = context_k.shape
+    k, v = (torch.cat(parts).transpose(0, 1) for parts in ((context_k, block_k[0]), (context_v, block_v[0])))
+    mask = None
+    if causal or window is not None:
+        rows = torch.arange(L + n, device=q.device)
+        slots = rows[L:, None]
+        seen = (rows <= slots) if causal else rows >= 0
+        if window is not None:
+            seen = seen & ((rows >= L) | (slots - rows < window))
+        mask = seen.repeat_interleave(heads // kv, 0)  # grouped queries ride as extra rows of their key head
+    q = q[0].view(n, kv, -1, d).permute(1, 0, 2, 3).reshape(kv, -1, d)  # [kv, n * g, d]
+    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
+    return out.view(kv, n, -1, d).permute(1, 0, 2, 3).reshape(1, n, heads, d)
 
 
 def _one_document(q, context_k, context_v, block_k, block_v, anchors, causal, window):

@@ -42,21 +42,21 @@ def markov_decode(
         base = torch.full_like(base, float("-inf")).scatter_(-1, likely.indices, likely.values)
     generators = [torch.Generator(base.device).manual_seed(seed) for seed in seeds.tolist()] if temperature > 0 else []
     state = head.initial_state(len(anchors)) if head else None
-    previous, choices, tokens, every, embeddings = anchors, [], [], [], []
-    for k in range(base.shape[1]):
-        logits = base[:, k].float()
+    previous, tokens, chosen, every, embeddings = anchors, [], [], [], []
+    for k, logits in enumerate(base.float().unbind(1)):  # [B, D]
         if head:
             m, state = head.step(previous, hidden[:, k], state)
             embeddings.append(m if head.kind == "vanilla" else head.markov_w1(previous))
-            logits = logits + head.bias(m).float()
-        every.append(logits)
+            logits = logits + head.bias(m)
         if temperature > 0:
+            every.append(logits)
             noise = [torch.empty_like(logits[0]).exponential_(generator=generator) for generator in generators]
-            logits = logits / temperature - torch.stack(noise).log_()
-        choices.append(logits.argmax(-1))
-        previous = choices[-1] if d2t is None else choices[-1] + d2t[choices[-1]]
+            choice = (logits / temperature - torch.stack(noise).log_()).argmax(-1)
+        else:
+            choice = logits.argmax(-1)
+        chosen.append(logits.gather(-1, choice[:, None]))
+        previous = choice if d2t is None else choice + d2t[choice]
         tokens.append(previous)
-    logits = torch.stack(every, 1)
-    chosen = logits.gather(-1, torch.stack(choices, 1)[..., None])[..., 0]
-    scaled = logits / temperature if temperature > 0 else None
-    return MarkovDraft(torch.stack(tokens, 1), chosen, scaled, torch.stack(embeddings, 1) if head else None)
+    scaled = torch.stack(every, 1) / temperature if temperature > 0 else None
+    drawn = torch.stack(tokens, 1), torch.cat(chosen, 1)
+    return MarkovDraft(*drawn, scaled, torch.stack(embeddings, 1) if head else None)

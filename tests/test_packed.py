@@ -1,0 +1,41 @@
+"""Packed weights compute what the plain ones do, and leave what is stored or trained alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import tiny_drafter, tiny_target
+
+from dspark.packed import Packed, pack
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 8, 300])
+def test_a_packed_product_is_the_exact_one_rounded_once(rows, bias):
+    torch.manual_seed(rows)
+    x, weight, b = (torch.randn(shape).bfloat16() for shape in ((2, rows, 96), (160, 96), (160,)))
+    got = Packed(weight, b if bias else None)(x)
+    exact = F.linear(x.double(), weight.double(), b.double() if bias else None)
+    assert got.shape == (2, rows, 160) and got.dtype == torch.bfloat16
+    assert torch.allclose(got.double(), exact, rtol=2**-7, atol=1e-3)
+
+
+def test_float32_is_left_as_it_is():
+    x, weight = torch.randn(3, 64), torch.randn(32, 64)
+    packed = Packed(weight)
+    assert packed.weight is weight and torch.equal(packed(x), F.linear(x, weight))
+
+
+def test_a_packed_drafter_drafts_alike_and_stores_alike():
+    target = tiny_target()
+    drafter = tiny_drafter(target).to(torch.bfloat16).eval().requires_grad_(False)
+    context, before = torch.randn(9, drafter.fc.in_features).bfloat16(), drafter.state_dict()
+
+    def draft():
+        cache = drafter.new_cache(16)
+        drafter.extend(cache, context)
+        return drafter.draft(torch.tensor([5]), cache, 4, temperature=1.0, generator=torch.Generator().manual_seed(0))
+
+    plain = draft()
+    packed = pack(drafter)
+    assert packed is drafter and all(torch.equal(t, before[name]) for name, t in drafter.state_dict().items())
+    assert torch.allclose(draft().q, plain.q, atol=2e-3)
