@@ -50,7 +50,7 @@ class Engine:
                  temperatures=None):  # fmt: skip
         if policy.n and drafter is None:
             raise ValueError(f"{policy.name} drafts {policy.n} tokens a step: give a drafter, or schedule.Fixed(0)")
-        if policy.needs_confidence and drafter.confidence_head is None:
+        if policy.n and policy.needs_confidence and drafter.confidence_head is None:
             raise ValueError(f"{policy.name} needs a drafter with a confidence head")
         if policy.n:
             drafter.config.check_taps(target)

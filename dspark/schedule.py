@@ -151,7 +151,8 @@ def drafts_to_make(costs: dict[int, StepCost], survival: np.ndarray, accepted: n
     tokens a second on observed blocks, survival [N, n] with accepted [N], R of them (drawn, seeded) a step.
 
     Making drafts is not free on every machine, and the scheduler decides only what becomes of those that were made.
-    Decided once, before any of the drafts exist, so lossless.
+    n = 0, the target alone, is for loads that fill the machine without drafts. Decided once, before any of the drafts
+    exist, so lossless.
     """
     groups = np.random.default_rng(0).integers(len(accepted), size=(200, requests))
 

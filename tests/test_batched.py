@@ -252,6 +252,14 @@ def test_misfits_are_named(toy, drafter):
         serve(toy, drafter, [[5], []], Fixed(3), 2, 8)
 
 
+@pytest.mark.parametrize("search", ["early stop", "global"])
+def test_a_scheduler_that_makes_no_drafts_is_the_target_alone(toy, drafter, search):
+    none = Scheduler(0, StepCost(np.array([1]), np.array([[0.03]])), search)
+    served = serve(toy, drafter, PROMPTS, none, 2, 8)
+    assert texts(served) == texts(serve(toy, None, PROMPTS, Fixed(0), 2, 8))
+    assert not any(sum(answer.drafted) for answer in served)
+
+
 def test_profile_times_every_number_of_verified_drafts(toy, drafter, monkeypatch):
     widths = []
     step = batched.Engine.step
@@ -261,9 +269,9 @@ def test_profile_times_every_number_of_verified_drafts(toy, drafter, monkeypatch
         return step(engine)
 
     monkeypatch.setattr(batched.Engine, "step", watch)
-    table = profile_steps(toy, drafter, PROMPTS, [1, 3], (1, 4), 2)
-    verified = [(n, R, R * (1 + j)) for n in (1, 3) for R in (1, 4) for j in range(n + 1)]
+    table = profile_steps(toy, drafter, PROMPTS, [0, 1, 3], (1, 4), 2)
+    verified = [(n, R, R * (1 + j)) for n in (0, 1, 3) for R in (1, 4) for j in range(n + 1)]
     assert [tuple(row) for row in table[["drafts", "requests", "tokens"]].values.tolist()] == verified
-    assert Counter(widths) == {(R, j): 3 * (2 if j <= 1 else 1) for R in (1, 4) for j in range(4)}
+    assert Counter(widths) == {(R, j): 3 * (3, 2, 1, 1)[j] for R in (1, 4) for j in range(4)}
     assert (table.step_ms > 0).all() and np.allclose(table.sps * table.step_ms, 1e3)
-    assert {n: cost.seconds.shape for n, cost in schedule.by_drafts(table).items()} == {1: (2, 2), 3: (2, 4)}
+    assert {n: cost.seconds.shape for n, cost in schedule.by_drafts(table).items()} == {0: (2, 1), 1: (2, 2), 3: (2, 4)}

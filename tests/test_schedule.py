@@ -228,6 +228,8 @@ def test_drafting_less_where_drafts_are_dear_or_seldom_kept():
         assert schedule.drafts_to_make(free, *likely, R) == 3
     assert schedule.drafts_to_make(dear, *likely, 1) == 3 and schedule.drafts_to_make(dear, *likely, 8) == 1
     assert schedule.drafts_to_make(dear, *seldom, 8) == 1
+    none = dear | {0: StepCost(np.array([1, 8]), np.array([[1.0], [0.5]]))}  # half the price of any draft at R = 8
+    assert schedule.drafts_to_make(none, *likely, 1) == 3 and schedule.drafts_to_make(none, *seldom, 8) == 0
 
 
 def test_step_costs_are_told_apart_by_the_drafts_made():
