@@ -3,14 +3,17 @@
 import copy
 import json
 import os
+import random
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ import torch
 import zmq
 from test_train import log_of
 from transformers import AutoModelForCausalLM
-from verifier import free_ports, running
+from verifier import PROFILE, free_ports, running
 
 from dspark import checkpoint, train
 from dspark.config import PRESETS
@@ -26,6 +29,7 @@ from dspark.data import Sample
 from dspark.decode import answer
 from dspark.paths import ROOT
 from dspark.plan import state_bytes
+from dspark.serve import trainer_command
 from dspark.stream import Away, SampleCache, StreamSource, Verifier
 from dspark.target import embedded_target
 from dspark.train import TrainConfig, micro_batches
@@ -443,6 +447,57 @@ def test_serve_trains_two_ranks_through_a_kill_as_if_nothing_had_been(target, ve
         assert mine["draft_tokens"] == theirs["draft_tokens"] and mine["epoch"] == theirs["epoch"]
         assert float(theirs["loss"]) == pytest.approx(float(mine["loss"]), rel=2e-3)
     assert checkpoint.load(tmp_path / "two" / "drafter", target).config.markov_rank == 4
+
+
+KILLS = 20
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_either_side_lose_double_and_damage_nothing(target, verifier, tmp_path, capsys):
+    """Verifier or a trainer rank dies, in drawn order, at drawn moments; every step has the undisturbed one's samples."""
+    profile = replace(PROFILE, row_tokens=96, anchors=8)
+    port = int(verifier.endpoints[0].rpartition(":")[2])
+    fleet, data, drawn = verifier.fleet, write_talk(target, tmp_path), random.Random(0)
+
+    def start(name: str) -> subprocess.Popen:
+        options = ["--data", data, "--out", str(tmp_path / name), "--heldout-prompts", "0", "--save-every", "1"]
+        options += ["--steps", "160", "--config", json.dumps(SMALL)]
+        return fleet.start(name, trainer_command(profile, verifier.url, "127.0.0.1", port, options))
+
+    def rows(name: str) -> int:
+        log = tmp_path / name / "log.csv"
+        return len(log_of(tmp_path / name)) if log.exists() else 0
+
+    assert start("undisturbed").wait(600) == 0
+    trainer = start("killed")
+    for side in drawn.sample(["verifier", "trainer"] * (KILLS // 2), KILLS):
+        before = rows("killed")
+        until(lambda: trainer.poll() is not None or rows("killed") > before, 120)  # noqa: B023
+        time.sleep(drawn.uniform(0, 1))
+        assert trainer.poll() is None, "".join(fleet.last_lines["killed"])
+        if side == "verifier":
+            os.killpg(fleet.processes["verifier"].pid, signal.SIGKILL)
+            fleet.start("verifier", verifier.command)
+            fleet.wait_healthy("verifier", verifier.url, 300)
+        else:
+            ranks = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+            os.kill(int(drawn.choice(ranks)), signal.SIGKILL)
+            assert trainer.wait(60) != 0
+            assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+            trainer = start("killed")
+    assert trainer.wait(600) == 0, "".join(fleet.last_lines["killed"])
+    calm, shaken = log_of(tmp_path / "undisturbed"), log_of(tmp_path / "killed")
+    assert [row["step"] for row in shaken] == [str(step) for step in range(1, 161)]
+    for mine, theirs in zip(calm, shaken, strict=True):
+        assert mine["draft_tokens"] == theirs["draft_tokens"] and mine["epoch"] == theirs["epoch"]
+        assert float(theirs["loss"]) == pytest.approx(float(mine["loss"]), rel=5e-3)
+    assert "refuses a message" not in (fleet.folder / "killed.log").read_text()
+    for endpoint in verifier.endpoints:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+    with capsys.disabled():
+        worst = max(abs(float(b["loss"]) / float(a["loss"]) - 1) for a, b in zip(calm, shaken, strict=True))
+        print(f"\n{KILLS} kills, {len(shaken)} steps: every step's tokens as undisturbed, loss within {worst:.1e}")
 
 
 def until(condition, seconds: float) -> None:
