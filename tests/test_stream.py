@@ -454,7 +454,7 @@ KILLS = 20
 
 @pytest.mark.slow
 def test_twenty_kills_of_either_side_lose_double_and_damage_nothing(target, verifier, tmp_path, capsys):
-    """Verifier or a trainer rank dies, in drawn order, at drawn moments; every step has the undisturbed one's samples."""
+    """Verifier or a trainer rank dies, in drawn order, at drawn moments; every step keeps its samples."""
     profile = replace(PROFILE, row_tokens=96, anchors=8)
     port = int(verifier.endpoints[0].rpartition(":")[2])
     fleet, data, drawn = verifier.fleet, write_talk(target, tmp_path), random.Random(0)
