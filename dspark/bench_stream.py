@@ -1,20 +1,33 @@
-"""The transport alone: samples of the Kimi shape from one process to another, against files on the same disk.
+"""What streaming costs: the transport alone, and the rate of a real verifier.
 
-`python3 -m dspark bench stream` alternates both in one run and prints GB/s of each round. Checksums, and for files
-safetensors' own writing and reading, are part of the time; producing the states is not.
+`python3 -m dspark bench stream` sends samples of the Kimi shape from one process to another and writes and reads them
+as files on the same disk, by turns, and prints GB/s of each round. Checksums, and for files safetensors' own writing
+and reading, are part of the time; producing the states is not. With `--verifier` two vLLM servers of the embedded
+target answer the same prompts by turns, one of them streaming the states of its answers.
 """
 
 import argparse
 import multiprocessing
+import secrets
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import torch
 import zmq
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from dspark.config import PRESETS
+from dspark.data import OWN_SETS, load_prompts
+from dspark.evaluate import hardware
+from dspark.serve import PROFILES, Fleet, free_ports, verifier_command
+from dspark.stream import Verifier
+from dspark.target import EMBEDDED, embedded_target, encode_chat
 from dspark.wire import Outbox, WireSample, decode
 
 LAYERS = (*PRESETS["kimi-k2.6"].aux_hidden_state_layer_ids, PRESETS["kimi-k2.6"].target_num_hidden_layers)
@@ -80,12 +93,82 @@ def measure(tokens: int = 2048, count: int = 8, rounds: int = 3) -> list[dict]:
     return rows
 
 
+def drain(endpoint: str, received: list[int], stop: threading.Event) -> None:
+    """A trainer that only counts: the bytes of each sample that arrives."""
+    with zmq.Context.instance().socket(zmq.PULL) as socket:
+        socket.bind(endpoint)
+        while not stop.is_set():
+            if socket.poll(100):
+                received.append(sum(len(part.buffer) for part in socket.recv_multipart(copy=False)))
+
+
+def answer_all(verifier: Verifier, prompts: list[list[int]], tokens: int, streamed: bool, at_once: int) -> float:
+    """Seconds in which the verifier answers every prompt with exactly `tokens` tokens."""
+
+    def ask(prompt: list[int]) -> None:
+        wanted = {"rank": 0, "sample_id": secrets.token_hex(8), "response": True}
+        extra = {"kv_transfer_params": wanted} if streamed else {}
+        verifier.post("/v1/completions", prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True, **extra)
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(ask, prompts))
+    return time.perf_counter() - begun
+
+
+def measure_verifier(tokens: int = 96, at_once: int = 8, rounds: int = 3) -> list[dict]:
+    """One row a round: tokens/s of a real vLLM that only answers, `plain`, and of one that streams the states too."""
+    profile = replace(PROFILES["cpu"], trainers=1, max_num_seqs=at_once)
+    http, other, port = free_ports(3)
+    endpoint, received, stop = f"tcp://127.0.0.1:{port}", [], threading.Event()
+    streaming = verifier_command(profile, [endpoint], port=http, model=str(embedded_target()))
+    plain = verifier_command(profile, [endpoint], port=other, model=str(embedded_target()))
+    for option in ("--speculative-config", "--kv-transfer-config"):
+        at = plain.argv.index(option)
+        del plain.argv[at : at + 2]
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target())
+    texts = [text for name in OWN_SETS for text in load_prompts(name, 4).prompts]
+    prompts = [encode_chat(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch, Fleet(Path(scratch), quiet=True) as fleet:
+        threading.Thread(target=drain, args=(endpoint, received, stop), daemon=True).start()
+        servers = {"plain": (other, plain), "streaming": (http, streaming)}
+        for name, (at, command) in servers.items():
+            fleet.start(name, command)
+            fleet.wait_healthy(name, f"http://127.0.0.1:{at}", 300)
+        for number in range(-1, rounds):  # the first warms up
+            row = {"round": number}
+            for name in servers if number % 2 else reversed(servers):
+                client = Verifier(f"http://127.0.0.1:{servers[name][0]}", EMBEDDED)
+                seconds = answer_all(client, prompts, tokens, name == "streaming", at_once)
+                row[name] = len(prompts) * tokens / seconds
+            rows.append(row)
+        deadline = time.monotonic() + 30
+        while len(received) < len(prompts) * (rounds + 1) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stop.set()
+    if len(received) != len(prompts) * (rounds + 1):
+        raise RuntimeError(f"{len(received)} of {len(prompts) * (rounds + 1)} samples arrived: nothing may be lost")
+    return rows[1:]
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="dspark bench stream", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="of a sample")
     parser.add_argument("--count", type=int, default=8, help="samples a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--verifier", action="store_true", help="the rate of a real vLLM, with and without streaming")
+    parser.add_argument("--out", type=Path, help="folder for the table, bench_stream.csv or bench_verifier.csv")
     args = parser.parse_args(argv)
-    for row in measure(args.tokens, args.count, args.rounds):
-        ratio = row["stream"] / row["files"]
-        print(f"round {row['round']}: stream {row['stream']:.2f} GB/s, files {row['files']:.2f} GB/s, {ratio:.1f}x")
+    if args.verifier:
+        rows, unit, name = measure_verifier(rounds=args.rounds), "tokens/s", "bench_verifier.csv"
+    else:
+        rows, unit, name = measure(args.tokens, args.count, args.rounds), "GB/s", "bench_stream.csv"
+    table = pd.DataFrame(rows)
+    mine, other = ("streaming", "plain") if args.verifier else ("stream", "files")
+    table["ratio"] = table[mine] / table[other]
+    print(table.round(3).to_string(index=False))
+    print(f"{mine} {table[mine].mean():.2f} {unit}, {other} {table[other].mean():.2f} {unit}")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        table.assign(unit=unit, hardware=hardware()).round(4).to_csv(args.out / name, index=False)

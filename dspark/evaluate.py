@@ -164,7 +164,7 @@ def record_of(
         **config.cell(drafter, prompts.benchmark, n), "prompt": i, "prompt_set": prompts.hash,
         "rendered": hashlib.sha256(json.dumps(chat).encode()).hexdigest()[:16], "thinking": config.thinking,
         "max_new_tokens": config.max_new_tokens, "prompt_tokens": len(chat), "output_tokens": len(got.tokens),
-        "seconds": got.seconds,
+        "output": hashlib.sha256(json.dumps(got.tokens).encode()).hexdigest()[:16], "seconds": got.seconds,
         "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs, "tie_gap": gap,
         "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
         "correct": correct[0], "baseline_correct": correct[1], **extra,
@@ -352,6 +352,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--thinking", choices=("on", "off"), help="tell the chat template (default: its own default)")
     parser.add_argument("--dtype", default="auto", help="auto: bfloat16 where it is native, else float32")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--against", type=Path, help="--out of the other engine's sweep: compare every step with it")
     parser.add_argument("--vllm-args", default="", help="further arguments for vLLM's server, as one text")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -366,3 +367,9 @@ def main(argv: list[str]) -> None:
     table = sweep(config, args.out)
     columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]
     print(table[columns].round(3).to_string(index=False))
+    if args.against:
+        from dspark import tables  # which draws in matplotlib
+
+        compared = tables.agreement(*(read_jsonl(folder / "records.jsonl") for folder in (args.out, args.against)))
+        compared.to_csv(args.out / "agreement.csv", index=False)
+        print(compared.round(4).to_string(index=False))

@@ -1,5 +1,5 @@
 """Tables for readers: published numbers, the change from n = 3 to n = 7 in the release's form, accepted length by
-context; as CSV and LaTeX."""
+context, two engines compared; as CSV and LaTeX."""
 
 import json
 from pathlib import Path
@@ -117,3 +117,26 @@ def save(table: pd.DataFrame, name: str, folder: Path, caption: str, decimals: i
     )
     tex.write_text(latex, encoding="utf-8")
     return [csv, tex]
+
+
+def agreement(mine: list[dict], theirs: list[dict]) -> pd.DataFrame:
+    """Records of two engines' sweeps, joined where both gave one drafter, n and prompt: one row a (drafter, n).
+
+    same_answers: answers whose tokens are equal; same_steps: those of which every step drafted and accepted the same.
+    ValueError if they have no answer in common."""
+    key = ["target", "dtype", "temperature", "drafter", "n", "benchmark", "prompt", "rendered", "max_new_tokens"]
+    kept = [*key, "engine", "output", "drafted", "accepted"]
+    both = pd.DataFrame(mine)[kept].merge(pd.DataFrame(theirs)[kept], on=key, suffixes=("", "_other"))
+    if both.empty:
+        raise ValueError("the two sweeps have no answer in common: give both the same drafters, n, prompts and dtype")
+    rows = []
+    for (drafter, n), cell in both.groupby(["drafter", "n"], sort=False):
+        tau, other = (1 + runs.map(sum).sum() / runs.map(len).sum() for runs in (cell.accepted, cell.accepted_other))
+        steps = (cell.drafted == cell.drafted_other) & (cell.accepted == cell.accepted_other)
+        rows.append({
+            "drafter": drafter, "n": n, "engine": cell.engine.iloc[0], "other": cell.engine_other.iloc[0],
+            "prompts": len(cell), "steps": cell.accepted.map(len).sum(), "tau": tau, "tau_other": other,
+            "difference": tau / other - 1, "same_answers": int((cell.output == cell.output_other).sum()),
+            "same_steps": int(steps.sum()),
+        })  # fmt: skip
+    return pd.DataFrame(rows)

@@ -98,3 +98,23 @@ def test_accepted_length_by_context_by_hand():
     assert table.steps.tolist() == [2, 2, 1]
     assert table.tau.tolist() == [1 + 3 / 2, 1 + 3 / 2, 3.0] and table.trained.tolist() == [True, True, False]
     assert tables.by_context(records).trained.all()
+
+
+def test_engines_are_compared_answer_by_answer():
+    key = {"target": "t", "dtype": "float32", "temperature": 0.0, "drafter": "dspark", "n": 3, "benchmark": "own-aime",
+           "max_new_tokens": 8}  # fmt: skip
+
+    def sweep(engine, *answers):
+        return [
+            key | {"engine": engine, "prompt": i, "rendered": f"r{i}", "output": output, "drafted": [3] * len(accepted),
+                   "accepted": accepted}
+            for i, (output, accepted) in enumerate(answers)
+        ]  # fmt: skip
+
+    ours = sweep("dspark", ("a", [2, 0]), ("b", [1, 1]), ("c", [0]), ("alone", [3]))
+    theirs = sweep("vllm", ("a", [2, 0]), ("b", [2, 0]), ("other", [3]))
+    row = tables.agreement(ours, theirs).iloc[0]
+    assert (row.prompts, row.steps, row.same_answers, row.same_steps) == (3, 5, 2, 1)
+    assert row.tau == 1 + 4 / 5 and row.tau_other == 1 + 7 / 5 and row.difference == row.tau / row.tau_other - 1
+    with pytest.raises(ValueError, match="no answer in common"):
+        tables.agreement(ours, [theirs[0] | {"n": 4}])
