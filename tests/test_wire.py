@@ -8,6 +8,7 @@ import pytest
 import torch
 import zmq
 
+from dspark import bench_stream
 from dspark.wire import MAX_HEADER, Outbox, WireError, WireSample, _digest, decode, encode
 
 
@@ -178,3 +179,14 @@ def test_ranks_get_their_own(socket):
     assert [receive(socket).sample_id for _ in range(3)] == ["00000000", "00000002", "00000004"]
     assert [receive(other).sample_id for _ in range(3)] == ["00000001", "00000003", "00000005"]
     other.close(0)
+
+
+def test_the_benchmark_times_both_ways():
+    rows = bench_stream.measure(tokens=16, count=2, rounds=2)
+    assert [row["round"] for row in rows] == [0, 1] and all(row["stream"] > 0 and row["files"] > 0 for row in rows)
+
+
+@pytest.mark.bench
+def test_bench_a_verifier_streams_and_answers_both_by_turns():
+    for row in bench_stream.measure_verifier(tokens=16, at_once=4, rounds=1):
+        assert row["plain"] > 0 and row["streaming"] > 0
