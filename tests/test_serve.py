@@ -234,7 +234,10 @@ trainer = Command(["sleep", "60"], {{}})
 run({{"verifier": server, "trainer": trainer}}, "http://127.0.0.1:{port}", Path("logs"))
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, start_new_session=True)
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
+    )  # fmt: skip
     children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
     deadline = time.monotonic() + 60
     while len(pids := [int(pid) for pid in children.read_text().split()]) < 2 and time.monotonic() < deadline:

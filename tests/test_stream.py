@@ -352,8 +352,10 @@ def test_damaged_cache_files_are_named_and_asked_again(source, samples, tmp_path
 
 def test_a_full_cache_is_said_once_and_training_goes_on(source, samples, tmp_path, capsys):
     streamed = source(samples, cache=SampleCache(tmp_path, 300_000))
-    streamed.row([0, 1, 2, 3])
-    streamed.row([0, 1, 2, 3])
+    streamed.row([0])  # alone, lest the largest, which has no room, arrive first
+    for _ in range(2):
+        streamed.row([1, 2, 3])
+    streamed.row([0])
     kept = list(tmp_path.glob("*"))
     assert kept and sum(path.stat().st_size for path in kept) <= 300_000
     assert all(path.suffix == ".sample" for path in kept) and streamed.counts["cached"] == len(kept) < 4
