@@ -163,28 +163,42 @@ def verify_problem(B, n, V, kept=None, dtype=torch.float32):
     return logits.to(DEVICE, dtype), drafts.to(DEVICE), rows.to(DEVICE), uniforms.to(DEVICE), q.to(DEVICE), to_draft
 
 
-def verify_twin(got, logits, drafts, lengths, temperature, uniforms, q, to_draft, slack=1e-5):
-    """Whether (accepted, following) of one request is what float64 gives, uniforms moved by no more than `slack`."""
+def residuals(logits, drafts, temperature, q, to_draft):
+    """(p, wide, r) in float64, [n+1, V], [n, V], [n+1, V]: target, draft and residual (unnormalised) of one request."""
     p = (logits.double() / temperature).softmax(-1)
-    accepted, following = (int(x) for x in got)
-    ids = range(len(p[0])) if to_draft is None else to_draft.tolist()
+    ids = range(p.shape[1]) if to_draft is None else to_draft.tolist()
     wide = torch.zeros_like(p[:-1])
     for k, x in enumerate(drafts.tolist()):
         if q is None:
             wide[k, x] = 1
         else:
             wide[k] = torch.tensor([float(q[k, d]) if d >= 0 else 0.0 for d in ids], dtype=torch.float64)
+    r = torch.cat([(p[:-1] - wide).clamp_min(0), p[-1:]])
+    return p, wide, r
+
+
+def verify_twin(got, logits, drafts, lengths, temperature, uniforms, q, to_draft, slack=1e-5):
+    """Whether (accepted, following) of one request is what float64 gives, uniforms moved by no more than `slack`."""
+    p, wide, r = residuals(logits, drafts, temperature, q, to_draft)
+    accepted, following = (int(x) for x in got)
     for k in range(min(accepted + 1, lengths)):
         x, u = int(drafts[k]), float(uniforms[k])
         ratio = float(p[k, x] / wide[k, x])
         if (u - slack >= ratio) if k < accepted else (u + slack < ratio):
             return False
-    r = (p[accepted] - wide[accepted]).clamp_min(0) if accepted < lengths else p[accepted]
-    r = p[accepted] if float(r.sum()) <= 0 else r
+    r = r[accepted] if accepted < lengths and float(r[accepted].sum()) > 0 else p[accepted]
     below, goal = float(r[:following].sum()), float(uniforms[-1]) * float(r.sum())
     return (
         accepted <= lengths and float(r[following]) > 0 and below - slack <= goal <= below + float(r[following]) + slack
     )
+
+
+def a_likely_other(accepted, following, logits, drafts, lengths, temperature, uniforms, q, to_draft):
+    """The likeliest token but `following`: wide enough that a uniform moved by `slack` does not reach it."""
+    p, _, r = residuals(logits, drafts, temperature, q, to_draft)
+    r = r[accepted] if accepted < lengths else p[accepted]
+    r[following] = -1
+    return r.argmax()
 
 
 SHAPES = [(3, 4, 50, None), (2, 1, 1500, 1000), (1, 7, 131, 40), (5, 2, 16, 16), (2, 0, 30, None), (1, 16, 20, None)]
@@ -230,7 +244,7 @@ def test_sampled_verification_is_that_of_float64(B, n, V, kept, certain, impleme
         one = (logits[i].cpu(), drafts[i].cpu(), int((rows[i] >= 0).sum()) - 1, 0.8, uniforms[i].cpu(), *of_q)
         mine = (got.accepted[i], got.following[i])
         assert verify_twin(mine, *one)
-        assert not verify_twin((mine[0], (mine[1] + 1) % V), *one)
+        assert not verify_twin((mine[0], a_likely_other(*mine, *one)), *one)
 
 
 def test_the_verify_kernel_at_the_edges():
