@@ -110,18 +110,18 @@ class Engine:
         logits = self.target.logits(hidden)  # [N, V], N = R + sum of lengths
         rows = (real.flatten().cumsum(0) - 1).view_as(real).where(real, -1)  # [R, 1 + longest]: where logits lie
         accepted, following = self._verify(logits, tokens[:, 1:], rows, q)
-        emitted, first = [], 0
+        if self.drafter:
+            kept = torch.arange(tokens.shape[1], device=device) <= torch.tensor(accepted, device=device)[:, None]
+            contexts, counts = [row.context for row in self.rows], [count + 1 for count in accepted]
+            self.drafter.extend_batch(contexts, features.flatten(0, 1)[rows[kept]], counts)
+        emitted = []
         for i, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
-            if row.context is not None:
-                kept = features.flatten(0, 1)[first : first + accepted[i] + 1]
-                self.drafter.extend(row.context, kept, tokens[i, : accepted[i] + 1])
             emitted.append([*drafts[i, : accepted[i]].tolist(), following[i]])
             row.served.drafted.append(length)
             row.served.accepted.append(accepted[i])
             if confidence is not None:
                 row.served.confidence.append(confidence[i])
             row.length, row.anchor = row.length + accepted[i] + 1, following[i]
-            first += 1 + length
         return emitted
 
     def _draft(self, anchors: Tensor) -> tuple[Tensor, Tensor | None, np.ndarray | None]:

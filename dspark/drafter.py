@@ -218,6 +218,20 @@ class DSparkDrafter(nn.Module):
             cache.v[index, cache.length : end] = values
         cache.length = end
 
+    def extend_batch(self, caches: list[ContextCache], features: Tensor, counts: list[int]) -> None:
+        """Append to each of B contexts, from one `new_caches`, its next counts[b] rows of features [sum, m*H]."""
+        added = torch.tensor(counts, device=features.device)
+        first = torch.tensor([cache.length for cache in caches], device=features.device)
+        rows = torch.tensor([cache.row for cache in caches], device=features.device).repeat_interleave(added)
+        within = torch.arange(len(features), device=features.device)
+        positions = within - (added.cumsum(0) - added - first).repeat_interleave(added)
+        k, v = caches[0].storage
+        for index, (keys, values) in enumerate(self.context_keys_values(features, positions)):
+            k[index, rows, positions] = keys
+            v[index, rows, positions] = values
+        for cache, count in zip(caches, counts, strict=True):
+            cache.length += count
+
     def draft(self, anchor: Tensor, cache: ContextCache, n: int, temperature=0.0, generator=None) -> Draft:
         """Draft n tokens after the anchor token [1], whose position is cache.length (context covers all before it)."""
         drafts = self.draft_batch(anchor, [cache], n, temperature, generator)

@@ -84,9 +84,11 @@ def write_prompts(writer, openers: dict, count: int, max_tokens: int, seed: int)
     return rows
 
 
-def answer(writer, rows: list[dict], max_new_tokens: int, seed: int) -> list[dict]:
-    """Add the target's own response to each row: every other one greedy, the rest at temperature 0.8."""
-    temperature = [0.0 if i % 2 == 0 else 0.8 for i in range(len(rows))]
+def answer(
+    writer, rows: list[dict], max_new_tokens: int, seed: int, temperatures: tuple[float, ...] = (0.0, 0.8)
+) -> list[dict]:
+    """Add the target's own response to each row; the rows take the temperatures in turn."""
+    temperature = [temperatures[i % len(temperatures)] for i in range(len(rows))]
     ids = [encode_chat(writer.tokenizer, [{"role": "user", "content": row["prompt"]}]) for row in rows]
     responses = writer(ids, max_new_tokens, temperature, seed)
     done = []
@@ -125,7 +127,10 @@ def _write_atomically(path: Path, rows: list[dict]) -> None:
     temporary.replace(path)
 
 
-def self_write(writer, path: Path, response_tokens: int, batch: int = 768, seed: int = 0, max_new_tokens: int = 192):
+def self_write(
+    writer, path: Path, response_tokens: int, batch: int = 768, seed: int = 0, max_new_tokens: int = 192,
+    temperatures: tuple[float, ...] = (0.0, 0.8),
+):  # fmt: skip
     """Append rounds of self-written conversations to `path` until it holds `response_tokens`; resumes from the file."""
     openers = json.loads((PROMPTS / "openers.json").read_text())
     held_out = {normalise(row["turns"][0]) for file in PROMPTS.glob("own-*.jsonl") for row in _jsonl(file)}
@@ -143,7 +148,7 @@ def self_write(writer, path: Path, response_tokens: int, batch: int = 768, seed:
             if not chosen:
                 raise RuntimeError(f"round {number} wrote no new prompt: the openers are exhausted, add some")
             seen |= set(fresh)
-            done = answer(writer, chosen, max_new_tokens, round_seed)
+            done = answer(writer, chosen, max_new_tokens, round_seed, temperatures)
             with path.open("a") as file:
                 file.write("".join(json.dumps({"round": number, **row}) + "\n" for row in done))
             written = sum(len(row["response_ids"]) for row in done)
@@ -173,6 +178,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--response-tokens", type=int, default=400_000, help="of all workers together")
     parser.add_argument("--batch", type=int, default=768, help="conversations a round")
     parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="of the responses, in turn; 0: greedy"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--seed", type=int, default=0, help="of the first worker; the next has the next")
     parser.add_argument("--workers", type=int, default=1 if has_gpu() else os.cpu_count(), help="processes")
@@ -184,7 +192,7 @@ def main(argv: list[str]) -> None:
         return
     path = (args.out or data_folder()) / f"{args.target.replace('/', '--')}-seed{args.seed}.jsonl"
     writer = VllmWriter(args.target, args.dtype, MAX_PROMPT_TOKENS + 128 + args.max_new_tokens)
-    self_write(writer, path, share, args.batch, args.seed, args.max_new_tokens)
+    self_write(writer, path, share, args.batch, args.seed, args.max_new_tokens, tuple(args.temperatures))
     print(path)
 
 

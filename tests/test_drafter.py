@@ -112,8 +112,11 @@ def test_requests_drafted_together_are_drafted_as_if_alone(toy, variant, tempera
     caches, lengths = drafter.new_caches(5, 12), {3: 11, 0: 4, 1: 0, 4: 7}  # row 2 is nobody's
     for part in caches[0].storage:
         part.fill_(torch.nan)
-    for at, length in lengths.items():
-        drafter.extend(caches[at], row.features[:length])
+    counts = [length // 2 for length in lengths.values()]  # in two goes, the second one for all at once
+    for (at, length), count in zip(lengths.items(), counts, strict=True):
+        drafter.extend(caches[at], row.features[: length - count])
+    added = [row.features[length - count : length] for length, count in zip(lengths.values(), counts, strict=True)]
+    drafter.extend_batch([caches[at] for at in lengths], torch.cat(added), counts)
     anchors = row.tokens[list(lengths.values())]
     together = drafter.draft_batch(
         anchors, [caches[at] for at in lengths], n, temperature, torch.Generator().manual_seed(5)
