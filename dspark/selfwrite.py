@@ -66,10 +66,11 @@ class VllmWriter:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def write_prompts(writer, openers: dict, count: int, max_tokens: int, seed: int) -> list[dict]:
-    """`count` prompts begun with random openers and finished by the target at temperature 1; unended ones dropped."""
+def write_prompts(writer, openers: dict, styles: list[str], count: int, max_tokens: int, seed: int) -> list[dict]:
+    """`count` prompts begun with random openers of random `styles` and finished by the target at temperature 1; unended
+    ones dropped."""
     rng = random.Random(seed)
-    styles = rng.choices(sorted(openers), k=count)
+    styles = rng.choices(styles, k=count)
     starts = [rng.choice(openers[style]) for style in styles]
     marker = "\u241f"  # a symbol that no template contains: whatever follows it is the end of the user turn
     chat = [{"role": "user", "content": marker}]
@@ -129,10 +130,16 @@ def _write_atomically(path: Path, rows: list[dict]) -> None:
 
 def self_write(
     writer, path: Path, response_tokens: int, batch: int = 768, seed: int = 0, max_new_tokens: int = 192,
-    temperatures: tuple[float, ...] = (0.0, 0.8),
+    temperatures: tuple[float, ...] = (0.0, 0.8), styles: tuple[str, ...] = (),
 ):  # fmt: skip
-    """Append rounds of self-written conversations to `path` until it holds `response_tokens`; resumes from the file."""
+    """Append rounds of self-written conversations to `path` until it holds `response_tokens`; resumes from the file.
+
+    styles: of openers.json, drawn as often as named; empty: all alike.
+    """
     openers = json.loads((PROMPTS / "openers.json").read_text())
+    if unknown := set(styles) - set(openers):
+        raise ValueError(f"styles {sorted(unknown)}: openers.json has {sorted(openers)}")
+    styles = list(styles) or sorted(openers)
     held_out = {normalise(row["turns"][0]) for file in PROMPTS.glob("own-*.jsonl") for row in _jsonl(file)}
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = read_rounds(path)
@@ -142,7 +149,7 @@ def self_write(
     with tqdm(total=response_tokens, initial=total, unit="tok", desc=f"{writer.name} writes {path.name}") as bar:
         while total < response_tokens:
             round_seed = seed * 1_000_003 + number
-            prompts = write_prompts(writer, openers, batch * 3 // 2, MAX_PROMPT_TOKENS, round_seed)
+            prompts = write_prompts(writer, openers, styles, batch * 3 // 2, MAX_PROMPT_TOKENS, round_seed)
             fresh = {normalise(row["prompt"]): row for row in prompts if normalise(row["prompt"]) not in seen}
             chosen = list(fresh.values())[:batch]
             if not chosen:
@@ -181,6 +188,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="of the responses, in turn; 0: greedy"
     )
+    parser.add_argument("--styles", nargs="+", default=[], help="of prompts, drawn as often as named (default: all)")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--seed", type=int, default=0, help="of the first worker; the next has the next")
     parser.add_argument("--workers", type=int, default=1 if has_gpu() else os.cpu_count(), help="processes")
@@ -192,7 +200,8 @@ def main(argv: list[str]) -> None:
         return
     path = (args.out or data_folder()) / f"{args.target.replace('/', '--')}-seed{args.seed}.jsonl"
     writer = VllmWriter(args.target, args.dtype, MAX_PROMPT_TOKENS + 128 + args.max_new_tokens)
-    self_write(writer, path, share, args.batch, args.seed, args.max_new_tokens, tuple(args.temperatures))
+    drawn = tuple(args.temperatures), tuple(args.styles)
+    self_write(writer, path, share, args.batch, args.seed, args.max_new_tokens, *drawn)
     print(path)
 
 

@@ -372,18 +372,39 @@ def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], see
     config.check_target(target)
     torch.manual_seed(seed)
     drafter = baselines.build(config).to(target.device)
-    ids = None
-    if config.draft_vocab_size is not None:
-        ids = frequent_ids(samples, config.draft_vocab_size, target.eos_token_ids).to(target.device)
-    return drafter.adopt_target(target.embed_tokens, target.lm_head, ids)
+    return drafter.adopt_target(target.embed_tokens, target.lm_head, draft_vocabulary(config, target, samples))
 
 
-def trained_drafter(folder: Path, target: Target, shape: DSparkConfig, seed: int) -> DSparkDrafter:
-    """A float32 drafter of `shape` to go on training from the one in `folder`; heads that it lacks begin at random."""
+def draft_vocabulary(config: DSparkConfig, target: Target, samples: list[Sample]) -> Tensor | None:
+    """The draft vocabulary [D] that the data suggest, None where it is the target's whole."""
+    if config.draft_vocab_size is None:
+        return None
+    return frequent_ids(samples, config.draft_vocab_size, target.eos_token_ids).to(target.device)
+
+
+VOCABULARY = ("d2t", "t2d", "lm_head.weight")
+MARKOV_ROWS = "markov_head.markov_w2.weight"  # [D, r]
+
+
+def trained_drafter(
+    folder: Path, target: Target, shape: DSparkConfig, seed: int, kept: Tensor | None = None
+) -> DSparkDrafter:
+    """A float32 drafter of `shape` to go on training from the one in `folder`; heads that it lacks begin at random.
+
+    kept [D], target ids, rising: another draft vocabulary than its own. Ids new to it begin with the target's LM head
+    row and no Markov bias.
+    """
     before = checkpoint.load(folder, target, torch.float32)
+    learnt = before.state_dict()
     torch.manual_seed(seed)
     drafter = baselines.build(shape).to(target.device)
-    missing, unexpected = drafter.load_state_dict(before.state_dict(), strict=False)
+    if kept is not None:
+        drafter.adopt_target(target.embed_tokens, target.lm_head, kept)
+        learnt |= {name: tensor for name, tensor in drafter.state_dict().items() if name in VOCABULARY}
+        if MARKOV_ROWS in learnt:
+            at = before.to_draft_ids(kept)[:, None]
+            learnt[MARKOV_ROWS] = torch.where(at >= 0, learnt[MARKOV_ROWS][at[:, 0].clamp_min(0)], 0.0)
+    missing, unexpected = drafter.load_state_dict(learnt, strict=False)
     strange = [name for name in missing if not name.startswith(("markov_head.", "confidence_head."))] + unexpected
     if strange:
         raise ValueError(f"{Path(folder).name} is no beginning of this shape: {strange[:4]}")
@@ -399,6 +420,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--drafter", default="dspark", choices=baselines.KINDS, help="a baseline takes the same size")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of DSparkConfig fields to change")
     parser.add_argument("--init", type=Path, help="begin from this drafter; --config may add heads")
+    parser.add_argument(
+        "--choose-vocabulary", action="store_true", help="with --init: a new draft vocabulary, by --data"
+    )
     stream.add_arguments(parser)
     for field in dataclasses.fields(TrainConfig):
         kind = {"bool": lambda text: text.lower() in ("1", "true"), "int": int, "float": float, "str": str}
@@ -419,7 +443,8 @@ def main(argv: list[str]) -> None:
         **{f.name: args[f.name] for f in dataclasses.fields(TrainConfig)} | {"block_sizes": tuple(args["block_sizes"])}
     )
     data = args["data"] or written_files(args["target"], data_folder())
-    train(args["target"], shape, config, data, args["out"], args if args["verifier"] else None, args["init"])
+    streamed, choose = args if args["verifier"] else None, args["choose_vocabulary"]
+    train(args["target"], shape, config, data, args["out"], streamed, args["init"], choose)
 
 
 def train(
@@ -430,10 +455,12 @@ def train(
     out: Path,
     streamed: dict | None = None,
     init: Path | None = None,
+    choose_vocabulary: bool = False,
 ) -> DSparkDrafter:
     """Train (or resume) in `out`; at the end out/drafter holds the drafter in the native format.
 
-    init: folder of the drafter to begin from, with its draft vocabulary; None begins at random.
+    init: folder of the drafter to begin from; None begins at random. It keeps its draft vocabulary unless
+    choose_vocabulary, which takes as many ids as `shape` says by their frequency in these data.
     streamed: what stream.add_arguments parsed, to read the states from a live verifier. Under torchrun, every rank
     calls this.
     """
@@ -451,9 +478,11 @@ def train(
     else:
         with ranks.first_alone():  # it makes the file that the others find
             source = LocalSource(target, samples, cache_dir() / "hidden")
-    drafter = (
-        trained_drafter(init, target, shape, config.seed) if init else new_drafter(shape, target, samples, config.seed)
-    )
+    if init:
+        ids = draft_vocabulary(shape, target, samples) if choose_vocabulary else None
+        drafter = trained_drafter(init, target, shape, config.seed, ids)
+    else:
+        drafter = new_drafter(shape, target, samples, config.seed)
     trainer = Trainer(drafter, target, source, heldout, config, out)
     trainer.run()
     drafter = trainer.inference_drafter()

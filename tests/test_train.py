@@ -496,3 +496,23 @@ def test_heads_are_added_to_a_bare_backbone(lively, samples, tmp_path):
     new = dict(drafter.named_parameters())
     assert all(torch.equal(new[name], tensor) for name, tensor in bare.drafter.named_parameters())
     assert new["markov_head.markov_w1.weight"].requires_grad and not new["lm_head.weight"].requires_grad
+
+
+def test_another_draft_vocabulary_keeps_what_was_learnt_of_the_ids_in_both(lively, samples, tmp_path):
+    first = trainer(lively, samples, tmp_path / "first", draft_vocab_size=12)
+    first.drafter.markov_head.markov_w2.weight.data.normal_()
+    checkpoint.save(first.inference_drafter(), tmp_path / "drafter", torch.float32)
+    old = first.drafter.t2d.nonzero().squeeze(1)
+    kept = torch.cat([old[2:], (~first.drafter.t2d).nonzero().squeeze(1)[:3]]).sort().values  # 10 of 12, and 3 others
+    shape = first.drafter.config.replace(draft_vocab_size=len(kept))
+    drafter = train.trained_drafter(tmp_path / "drafter", lively, shape, 1, kept)
+    assert torch.equal(drafter.to_target_ids(torch.arange(13)), kept)
+    assert torch.equal(drafter.lm_head.weight, lively.lm_head[kept].float())
+    for row, token in zip(drafter.markov_head.markov_w2.weight, kept.tolist(), strict=True):
+        before = first.drafter.markov_head.markov_w2.weight[old == token]
+        assert torch.equal(row, before[0]) if len(before) else not row.any()
+    names = {
+        name for name, p in first.drafter.named_parameters() if "markov_w2" not in name and name != "lm_head.weight"
+    }
+    new = dict(drafter.named_parameters())
+    assert all(torch.equal(new[name], dict(first.drafter.named_parameters())[name]) for name in names)
