@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from dspark import checkpoint, plots
+from dspark.anchors import MicroBatch, micro_batches
 from dspark.config import PRESETS
 from dspark.data import load_samples
 from dspark.evaluate import hardware
@@ -29,7 +30,7 @@ from dspark.paths import cache_dir
 from dspark.selfwrite import data_folder, written_files
 from dspark.source import LocalSource
 from dspark.target import EMBEDDED, Target, embedded_target
-from dspark.train import MicroBatch, TrainConfig, drafter_loss, micro_batches, new_drafter, optimizers
+from dspark.train import TrainConfig, drafter_loss, new_drafter, optimizers
 
 TRAINERS = ("dspark", "speculators")
 STAGES = ("forward_s", "backward_s", "optimizer_s")

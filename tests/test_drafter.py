@@ -7,8 +7,9 @@ import torch
 from tiny import HIDDEN, VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
 from twin import twin_heads, twin_hidden
 
+from dspark.anchors import MicroBatch, sample_anchors, supervision
 from dspark.drafter import DSparkDrafter, vocabulary_maps
-from dspark.train import MicroBatch, TrainConfig, drafter_loss, sample_anchors, supervision
+from dspark.train import TrainConfig, drafter_loss
 
 KEPT = torch.arange(0, VOCAB, 3)
 LAYOUTS = {"anchor-first": True, "fill-in": False}

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from verifier import PROFILE, free_ports, running
 
 from dspark import checkpoint, train
+from dspark.anchors import micro_batches
 from dspark.config import PRESETS
 from dspark.data import Sample
 from dspark.decode import answer
@@ -32,7 +33,7 @@ from dspark.plan import state_bytes
 from dspark.serve import trainer_command
 from dspark.stream import Away, SampleCache, StreamSource, Verifier
 from dspark.target import embedded_target
-from dspark.train import TrainConfig, micro_batches
+from dspark.train import TrainConfig
 from dspark.wire import WireSample, encode
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * k for k in (1, 4, 9, 18)]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tiny import VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
 
 from dspark import checkpoint, train
+from dspark.anchors import micro_batches, sample_anchors, supervision
 from dspark.data import Sample
 from dspark.decode import answer
 from dspark.losses import position_weights
@@ -21,10 +22,7 @@ from dspark.train import (
     Trainer,
     drafter_loss,
     lr_scale,
-    micro_batches,
     new_drafter,
-    sample_anchors,
-    supervision,
 )
 
 
