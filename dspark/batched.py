@@ -25,9 +25,12 @@ from dspark.target import KVCache, Target
 @dataclass
 class Served(Answer):
     """An answer given under load. drafted counts the drafts that were VERIFIED; seconds run from admission, prefill
-    included, to the last token. confidence [steps][n]: of all drafts made, empty without a confidence head."""
+    included, to the last token. confidence [steps][n]: of all drafts made, empty without a confidence head. admitted,
+    at [tokens]: seconds since the service began, after the prefill and when each token came."""
 
     confidence: list[np.ndarray] = field(default_factory=list)
+    admitted: float = 0.0
+    at: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -156,10 +159,12 @@ def serve(
     max_len = max(map(len, prompts)) + max_new_tokens + policy.n + 1
     engine = Engine(target, drafter, policy, concurrency, max_len, temperature, seed, temperatures)
     waiting, answers = deque(enumerate(prompts)), [None] * len(prompts)
+    begun = time.perf_counter()
 
     def emit(row: _Row, tokens: list[int]) -> None:
         served = row.served
         served.tokens += _cut(tokens, stop, max_new_tokens - len(served.tokens))
+        served.at += [time.perf_counter() - begun] * (len(served.tokens) - len(served.at))
         if len(served.tokens) >= max_new_tokens or served.tokens[-1] in stop:
             served.seconds = time.perf_counter() - row.begun
             answers[row.index] = served
@@ -168,6 +173,7 @@ def serve(
     while waiting or engine.rows:
         while waiting and len(engine.rows) < concurrency:
             row = engine.admit(*waiting.popleft())
+            row.served.admitted = time.perf_counter() - begun
             emit(row, [row.anchor])
         for row, tokens in zip(list(engine.rows), engine.step() if engine.rows else [], strict=True):
             emit(row, tokens)
@@ -239,6 +245,17 @@ def load_row(answers: list[Served], seconds: float) -> dict:
     }  # fmt: skip
 
 
+def saturated(answers: list[Served], concurrency: int) -> tuple[int, float]:
+    """(tokens, seconds) of the part of a service in which every place was taken: from the admission that took the last
+    free one to the last admission. What comes after is drained with fewer and fewer requests. (0, 0.0) if none waited.
+    """
+    admitted = sorted(served.admitted for served in answers)
+    if len(admitted) <= concurrency:
+        return 0, 0.0
+    first, last = admitted[concurrency - 1], admitted[-1]
+    return sum(first < at <= last for served in answers for at in served.at), last - first
+
+
 def load_test(
     target: Target, drafter, prompts: list[list[int]], policies: list[Callable], concurrency: int, repeats: int = 1,
     **options,
@@ -255,5 +272,7 @@ def load_test(
     for make in policies:
         done = runs[make().name]
         row = load_row([served for answers, _ in done for served in answers], sum(seconds for _, seconds in done))
+        tokens, seconds = map(sum, zip(*(saturated(answers, concurrency) for answers, _ in done), strict=True))
+        row["saturated_tokens_per_s"] = tokens / seconds if seconds else float("nan")
         rows.append({"policy": make().name, "concurrency": concurrency, **row})
     return pd.DataFrame(rows)

@@ -128,6 +128,16 @@ def test_load_test_counts_what_was_verified():
     assert table.verified[1] == 3 * table.steps[1] and table.verified[2] < 3 * table.steps[2]
     assert np.allclose(table.tau, 1 + table.accepted / table.steps)
     assert np.allclose(table.tokens_per_s, table.output_tokens / table.seconds)
+    assert (table.saturated_tokens_per_s > 0).all()  # of three requests, one waited
+
+
+def test_a_rate_under_load_leaves_out_filling_and_draining():
+    def one(admitted, *at):
+        return Served(tokens=[7] * len(at), admitted=admitted, at=list(at))
+
+    two_places = [one(1.0, 1.0, 2.5, 4.0), one(2.0, 2.0, 3.0), one(3.5, 3.5, 9.0), one(5.0, 5.0, 6.0, 7.0)]
+    assert batched.saturated(two_places, 2) == (5, 3.0)  # from 2.0 to 5.0: 2.5 and 4.0, 3.0, 3.5, 5.0
+    assert batched.saturated(two_places, 4) == (0, 0.0)
 
 
 def test_calibration_is_judged_on_other_prompts_than_it_was_fitted_on(target, monkeypatch):
