@@ -267,6 +267,30 @@ def step_parts(table: pd.DataFrame) -> Plot:
 
 
 @mpl.rc_context(STYLE)
+def learning_curves(table: pd.DataFrame) -> Plot:
+    """Held-out accepted length against draft tokens trained on, one panel an n; table: tables.held_out, whose parts are
+    drawn as lines of their own."""
+    values = sorted(table["n"].unique())
+    figure = Figure((COLUMN, 2.2))
+    axes = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
+    for ax, n in zip(axes, values, strict=True):
+        for drafter, lines in table[table["n"] == n].groupby("drafter", sort=False):
+            style = DRAFTER_STYLE[drafter]
+            for _, line in lines.groupby("part"):
+                ax.plot(line["draft_tokens"] / 1e6, line["tau"], **style)
+                style = style | {"label": None}  # one entry in the legend
+        ax.set(title=f"$n$ = {n}", xlabel="Draft tokens, millions", xlim=(0, None))
+    axes[0].set_ylabel("Held-out accepted length τ")
+    _legend(figure, axes[0])
+    caption = (
+        "Accepted length of real greedy decoding on self-written prompts that no training has seen, against the "
+        "supervised draft tokens so far. A line is one training; a drafter trained in parts has a line, and prompts, "
+        "for each."
+    )
+    return Plot(figure, table, caption, {"error_bars": "none"})
+
+
+@mpl.rc_context(STYLE)
 def block_mask(mask: np.ndarray, labels: tuple[list[str], list[str]], title: str) -> Plot:
     """The attention mask of drafter blocks as a picture.
 

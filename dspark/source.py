@@ -54,19 +54,14 @@ class LocalSource:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def _fill(self, ids: list[int]) -> None:
-        """Run the target over the samples not seen yet, as one right-padded batch."""
-        samples = [self.samples[i] for i in ids]
-        longest = max(map(len, samples))
-        tokens = torch.zeros(len(ids), longest, dtype=torch.long)
-        for row, sample in enumerate(samples):
-            tokens[row, : len(sample)] = sample.token_ids
-        cache = self.target.new_cache(len(ids), longest)
-        out = self.target.forward(tokens.to(self.target.device), cache, 0)
-        states = torch.cat([out.features, out.hidden], -1).to("cpu", torch.bfloat16)
-        for row, i in enumerate(ids):
-            self._states[self.offsets[i] : self.offsets[i + 1]] = states[row, : len(self.samples[i])]
-            self._filled[i] = 1  # after the states: a kill in between leaves the sample to be computed again
+    def _fill(self, i: int) -> None:
+        """Run the target over a sample not seen yet. Alone: a CPU loses more by padding several to one length."""
+        sample = self.samples[i]
+        cache = self.target.new_cache(1, len(sample))
+        out = self.target.forward(sample.token_ids[None].to(self.target.device), cache, 0)
+        states = torch.cat([out.features[0], out.hidden[0]], -1)
+        self._states[self.offsets[i] : self.offsets[i + 1]] = states.to("cpu", torch.bfloat16)
+        self._filled[i] = 1  # after the states: a kill in between leaves the sample to be computed again
 
     def expect(self, ids: list[int]) -> None:
         """Nothing to prepare: row() computes at once."""
@@ -75,9 +70,9 @@ class LocalSource:
         """Nothing to stop."""
 
     def row(self, ids: list[int]) -> PackedRow:
-        missing = [i for i in ids if not self._filled[i]]
-        if missing:
-            self._fill(missing)
+        for i in ids:
+            if not self._filled[i]:
+                self._fill(i)
         states = [self._states[self.offsets[i] : self.offsets[i + 1]] for i in ids]
         return pack_row([self.samples[i] for i in ids], states, self.target)
 

@@ -88,6 +88,20 @@ def recipes(folders: dict[str, str]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def held_out(folders: dict[str, str]) -> pd.DataFrame:
+    """Accepted length on unseen prompts as training went on, from the heldout.csv beside trained drafters: drafter,
+    part (of a training in several, each with prompts of its own), draft_tokens seen so far, n, tau."""
+    parts = [pd.DataFrame(columns=["drafter", "part", "draft_tokens", "n", "tau"])]
+    for name, folder in folders.items():
+        path = Path(folder) / "heldout.csv"
+        if path.exists():
+            table = pd.read_csv(path)
+            table["part"] = table.get("part", 1)
+            table = table.melt(["part", "draft_tokens"], [c for c in table if c.startswith("tau_n")], "n", "tau")
+            parts.append(table.assign(drafter=name, n=table["n"].str.removeprefix("tau_n").astype(int)))
+    return pd.concat(parts[1:] or parts, ignore_index=True)
+
+
 def by_context(records: list[dict], trained: int = 0) -> pd.DataFrame:
     """Accepted length by the context that a step's drafts looked at, of a sweep's records: drafter, n, up_to (tokens,
     doubling from 64), steps, tau, longest (context seen there), and whether that is within `trained`, the longest text

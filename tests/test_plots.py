@@ -373,3 +373,22 @@ def test_recipes_count_what_a_drafter_began_from_and_leave_the_unknown_open(tmp_
     (tmp_path / "recipe.json").write_text(json.dumps({"draft_tokens": 5, "init_draft_tokens": 2, "response_tokens": 9}))
     table = tables.recipes({"dspark": str(tmp_path), "dflash": "nowhere"})
     assert table.draft_tokens.fillna(-1).tolist() == [7, -1] and table.response_tokens.fillna(-1).tolist() == [9, -1]
+
+
+def test_learning_curves_draw_each_part_of_a_training(tmp_path):
+    for name, text in {
+        "whole": "step,draft_tokens,seconds,tau_n3,tau_n7\n4,1000000,9,1.5,1.6\n8,2000000,18,1.7,1.8\n",
+        "parts": "part,step,draft_tokens,seconds,tau_n3,tau_n7\n1,4,1000000,9,1.2,1.3\n2,4,3000000,9,1.4,1.5\n",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "heldout.csv").write_text(text)
+    folders = {"dspark": str(tmp_path / "parts"), "dflash": str(tmp_path / "whole"), "eagle3": str(tmp_path)}
+    table = tables.held_out(folders)
+    assert table.groupby("drafter").size().to_dict() == {"dspark": 4, "dflash": 4}
+    axes = plots.learning_curves(table).figure.axes
+    drawn = [[(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in ax.lines] for ax in axes]
+    assert drawn == [
+        [([1.0], [1.2]), ([3.0], [1.4]), ([1.0, 2.0], [1.5, 1.7])],
+        [([1.0], [1.3]), ([3.0], [1.5]), ([1.0, 2.0], [1.6, 1.8])],
+    ]
+    assert tables.held_out({"dspark": str(tmp_path)}).empty
