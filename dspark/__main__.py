@@ -17,6 +17,7 @@ PYTHONS = ((3, 11), (3, 14))
 MODULES = {
     "data": ("dspark.selfwrite", "main", "write training prompts and responses with the target"),
     "train": ("dspark.train", "main", "train a drafter"),
+    "search": ("dspark.search", "main", "try what decides a drafter's quality, one change a trial"),
     "sweep": ("dspark.evaluate", "main", "measure drafters on benchmarks over n"),
     "serve": ("dspark.serve", "main", "start a live verifier and train on what it streams"),
     "plan": ("dspark.plan", "main", "say whether such a training fits the machine"),

@@ -3,10 +3,11 @@
 `python3 -m dspark bench stream` sends samples of the Kimi shape from one process to another and writes and reads them
 as files on the same disk, by turns, and prints GB/s of each round. Checksums, and for files safetensors' own writing
 and reading, are part of the time; producing the states is not. With `--verifier` two vLLM servers of the embedded
-target answer the same prompts by turns, one of them streaming the states of its answers.
+target read and answer the same prompts by turns, one of them streaming the states.
 """
 
 import argparse
+import itertools
 import multiprocessing
 import secrets
 import tempfile
@@ -31,6 +32,13 @@ from dspark.target import EMBEDDED, embedded_target, encode_chat
 from dspark.wire import Outbox, WireSample, decode
 
 LAYERS = (*PRESETS["kimi-k2.6"].aux_hidden_state_layer_ids, PRESETS["kimi-k2.6"].target_num_hidden_layers)
+
+
+WAYS = {  # of a verifier's work -> tokens of each answer, requests at once
+    "texts read, 8 at once": (1, 8),  # a training on texts that are there
+    "answers, 2 at once": (64, 2),
+    "answers, 8 at once": (64, 8),  # an on-policy training
+}
 
 
 def kimi_sample(tokens: int) -> WireSample:
@@ -87,7 +95,8 @@ def measure(tokens: int = 2048, count: int = 8, rounds: int = 3) -> list[dict]:
         stream_round(socket, turns, going, 1)  # warm
         for number in range(rounds):
             streamed, filed = stream_round(socket, turns, going, count), file_round(Path(folder), sample, count)
-            rows.append({"round": number, "stream": size / streamed, "files": size / filed})
+            row = {"way": "transport", "round": number}
+            rows.append(row | {"stream": size / streamed, "files": size / filed})
         turns.put(None)
         process.join(10)
     return rows
@@ -106,7 +115,7 @@ def answer_all(verifier: Verifier, prompts: list[list[int]], tokens: int, stream
     """Seconds in which the verifier answers every prompt with exactly `tokens` tokens."""
 
     def ask(prompt: list[int]) -> None:
-        wanted = {"rank": 0, "sample_id": secrets.token_hex(8), "response": True}
+        wanted = {"rank": 0, "sample_id": secrets.token_hex(8), "response": tokens > 1}
         extra = {"kv_transfer_params": wanted} if streamed else {}
         verifier.post("/v1/completions", prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True, **extra)
 
@@ -116,9 +125,20 @@ def answer_all(verifier: Verifier, prompts: list[list[int]], tokens: int, stream
     return time.perf_counter() - begun
 
 
-def measure_verifier(tokens: int = 96, at_once: int = 8, rounds: int = 3) -> list[dict]:
-    """One row a round: tokens/s of a real vLLM that only answers, `plain`, and of one that streams the states too."""
-    profile = replace(PROFILES["cpu"], trainers=1, max_num_seqs=at_once)
+def texts_of_round(number: int, tokens: int) -> list[list[int]]:
+    """24 prompts to answer, or to be read 24 longer texts, which begin differently in each round: nothing of them is in
+    a prefix cache."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target())
+    texts = [text for name in OWN_SETS for text in load_prompts(name, 4).prompts]
+    if tokens == 1:
+        texts = [f"{number}, {i}: " + " ".join(texts[i:] + texts[:i])[:1000] for i in range(len(texts))]
+    return [encode_chat(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+
+
+def measure_verifier(rounds: int, ways: dict[str, tuple[int, int]] = WAYS) -> list[dict]:
+    """One row a way and round: tokens/s (of the texts read, or of the answers) of a real vLLM that streams nothing,
+    `plain`, and of one that streams the states too. RuntimeError if a sample does not arrive."""
+    profile = replace(PROFILES["cpu"], trainers=1, max_num_seqs=max(at_once for _, at_once in ways.values()))
     http, other, port = free_ports(3)
     endpoint, received, stop = f"tcp://127.0.0.1:{port}", [], threading.Event()
     streaming = verifier_command(profile, [endpoint], port=http, model=str(embedded_target()))
@@ -126,30 +146,30 @@ def measure_verifier(tokens: int = 96, at_once: int = 8, rounds: int = 3) -> lis
     for option in ("--speculative-config", "--kv-transfer-config"):
         at = plain.argv.index(option)
         del plain.argv[at : at + 2]
-    tokenizer = AutoTokenizer.from_pretrained(embedded_target())
-    texts = [text for name in OWN_SETS for text in load_prompts(name, 4).prompts]
-    prompts = [encode_chat(tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    rows = []
+    rows, sent = [], 0
     with tempfile.TemporaryDirectory() as scratch, Fleet(Path(scratch), quiet=True) as fleet:
         threading.Thread(target=drain, args=(endpoint, received, stop), daemon=True).start()
         servers = {"plain": (other, plain), "streaming": (http, streaming)}
         for name, (at, command) in servers.items():
             fleet.start(name, command)
             fleet.wait_healthy(name, f"http://127.0.0.1:{at}", 300)
-        for number in range(-1, rounds):  # the first warms up
-            row = {"round": number}
+        for number, (way, (tokens, at_once)) in itertools.product(range(-1, rounds), ways.items()):
+            prompts = texts_of_round(number, tokens)
+            work = sum(map(len, prompts)) if tokens == 1 else tokens * len(prompts)
+            row = {"way": way, "round": number}
             for name in servers if number % 2 else reversed(servers):
                 client = Verifier(f"http://127.0.0.1:{servers[name][0]}", EMBEDDED)
-                seconds = answer_all(client, prompts, tokens, name == "streaming", at_once)
-                row[name] = len(prompts) * tokens / seconds
-            rows.append(row)
+                row[name] = work / answer_all(client, prompts, tokens, name == "streaming", at_once)
+            sent += len(prompts)
+            if number >= 0:  # the first round warms up
+                rows.append(row)
         deadline = time.monotonic() + 30
-        while len(received) < len(prompts) * (rounds + 1) and time.monotonic() < deadline:
+        while len(received) < sent and time.monotonic() < deadline:
             time.sleep(0.05)
         stop.set()
-    if len(received) != len(prompts) * (rounds + 1):
-        raise RuntimeError(f"{len(received)} of {len(prompts) * (rounds + 1)} samples arrived: nothing may be lost")
-    return rows[1:]
+    if len(received) != sent:
+        raise RuntimeError(f"{len(received)} of {sent} samples arrived: nothing may be lost")
+    return rows
 
 
 def main(argv: list[str]) -> None:
@@ -161,14 +181,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder for the table, bench_stream.csv or bench_verifier.csv")
     args = parser.parse_args(argv)
     if args.verifier:
-        rows, unit, name = measure_verifier(rounds=args.rounds), "tokens/s", "bench_verifier.csv"
+        rows, unit, name = measure_verifier(args.rounds), "tokens/s", "bench_verifier.csv"
     else:
         rows, unit, name = measure(args.tokens, args.count, args.rounds), "GB/s", "bench_stream.csv"
     table = pd.DataFrame(rows)
     mine, other = ("streaming", "plain") if args.verifier else ("stream", "files")
     table["ratio"] = table[mine] / table[other]
     print(table.round(3).to_string(index=False))
-    print(f"{mine} {table[mine].mean():.2f} {unit}, {other} {table[other].mean():.2f} {unit}")
+    print(f"means in {unit}:")
+    print(table.groupby("way", sort=False)[[mine, other, "ratio"]].mean().round(3).to_string())
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         table.assign(unit=unit, hardware=hardware()).round(4).to_csv(args.out / name, index=False)

@@ -12,6 +12,7 @@ import math
 import shutil
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ class TrainConfig:
     block_sizes: tuple[int, ...] = (8,)  # drafts a block; each micro-batch draws one
     lr: float = 2e-3  # AdamW: norms, heads
     muon_lr: float = 4e-3  # matrices of fc and layers
+    matrix_optimizer: str = "muon"  # or adamw
     warmup_steps: int = 40
     decay: float = 1.0  # share of the steps, the last ones, over which the rate falls; less than 1 can be prolonged
     clip: float = 1.0
@@ -63,6 +65,8 @@ class TrainConfig:
         for name in ("steps", "micro_batches", "row_tokens", "anchors", "save_every", "heldout_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} = {getattr(self, name)}: must be at least 1")
+        if self.matrix_optimizer not in ("muon", "adamw"):
+            raise ValueError(f"TrainConfig.matrix_optimizer = {self.matrix_optimizer!r}: muon or adamw")
 
 
 def lr_scale(step: int, steps: int, warmup_steps: int, decay: float) -> float:
@@ -117,12 +121,14 @@ def drafter_loss(
 
 
 def optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of fc and layers, AdamW on norms and heads; both take one learning-rate scale."""
+    """Muon (or AdamW) on the matrices of fc and layers, AdamW on norms and heads, under one learning-rate scale."""
     matrices = [p for p in (*drafter.fc.parameters(), *drafter.layers.parameters()) if p.ndim == 2]
     chosen = {id(p) for p in matrices}
     rest = [p for p in drafter.parameters() if p.requires_grad and id(p) not in chosen]
-    muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
+    muon = partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    of_matrices = muon if config.matrix_optimizer == "muon" else adamw
+    return [of_matrices(matrices, lr=config.muon_lr), adamw(rest, lr=config.lr)]
 
 
 class Trainer:

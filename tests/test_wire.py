@@ -188,5 +188,5 @@ def test_the_benchmark_times_both_ways():
 
 @pytest.mark.bench
 def test_bench_a_verifier_streams_and_answers_both_by_turns():
-    for row in bench_stream.measure_verifier(tokens=16, at_once=4, rounds=1):
+    for row in bench_stream.measure_verifier(1, {"texts": (1, 4), "answers": (16, 4)}):
         assert row["plain"] > 0 and row["streaming"] > 0
