@@ -60,8 +60,13 @@ class SweepConfig:
     thinking: bool | None = None  # what the chat template is told; None: nothing, its default
     n_of: dict[str, tuple[int, ...]] = field(default_factory=dict)  # drafters that draft other n than n_values
     vllm_args: str = ""  # further arguments of vLLM's server
+    thresholds: dict[str, float] = field(default_factory=dict)  # drafters of which only confident prefixes are verified
 
     def __post_init__(self):
+        if unknown := set(self.thresholds) - set(self.drafters):
+            raise ValueError(f"thresholds of {sorted(unknown)}: the drafters are {', '.join(self.drafters)}")
+        if self.thresholds and self.engine == "vllm":
+            raise ValueError("vLLM verifies every draft: thresholds need engine dspark")
         if self.engine not in ENGINES:
             raise ValueError(f"engine = {self.engine!r}: one of {', '.join(ENGINES)}")
         if self.dtype not in NEAR_TIE:
@@ -145,7 +150,8 @@ def _measure_here(config: SweepConfig, missing, folder: Path):
         options = {"temperature": config.temperature, "seed": config.seed + i}
         plain = run(None, chat, 0, config.max_new_tokens, **options)
         for name, n in cells:
-            got = run(drafters[name], chat, n, config.max_new_tokens, **options)
+            limit = config.thresholds.get(name, 0.0)
+            got = run(drafters[name], chat, n, config.max_new_tokens, threshold=limit, **options)
             yield record_of(config, name, n, prompts, i, chat, plain, got, target, target.tokenizer)
 
 
@@ -165,6 +171,7 @@ def record_of(
         "rendered": hashlib.sha256(json.dumps(chat).encode()).hexdigest()[:16], "thinking": config.thinking,
         "max_new_tokens": config.max_new_tokens, "prompt_tokens": len(chat), "output_tokens": len(got.tokens),
         "output": hashlib.sha256(json.dumps(got.tokens).encode()).hexdigest()[:16], "seconds": got.seconds,
+        "threshold": config.thresholds.get(drafter, 0.0),
         "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs, "tie_gap": gap,
         "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
         "correct": correct[0], "baseline_correct": correct[1], **extra,
@@ -196,6 +203,7 @@ def _read_records(path: Path, config: SweepConfig, hashes: dict[str, str]) -> li
         mine = config.cell(record["drafter"], record["benchmark"], record["n"]) | {
             "max_new_tokens": config.max_new_tokens,
             "thinking": config.thinking,
+            "threshold": config.thresholds.get(record["drafter"], 0.0),
         }
         other = {name for name, value in mine.items() if record.get(name) != value}
         if record["prompt_set"] != hashes.get(record["benchmark"], record["prompt_set"]):
@@ -353,6 +361,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help="auto: bfloat16 where it is native, else float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--against", type=Path, help="--out of the other engine's sweep: compare every step with it")
+    limit_help = "verify only drafts of NAME whose survival reaches X; of prefixes, so lossless"
+    parser.add_argument("--threshold", nargs="+", default=[], metavar="NAME=X", help=limit_help)
     parser.add_argument("--vllm-args", default="", help="further arguments for vLLM's server, as one text")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -363,6 +373,7 @@ def main(argv: list[str]) -> None:
         temperature=args.temperature, dtype=str(resolve_dtype(args.dtype)).removeprefix("torch."),
         benchmark_folder=args.benchmarks, revision=args.revision, vllm_args=args.vllm_args,
         thinking=None if args.thinking is None else args.thinking == "on",
+        thresholds={name: float(x) for name, _, x in (item.partition("=") for item in args.threshold)},
     )  # fmt: skip
     table = sweep(config, args.out)
     columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]

@@ -62,6 +62,26 @@ def test_several_drafters_share_a_sweep_which_resumes(eagle3, tmp_path):
             sweep(replace(config, **other), tmp_path)
 
 
+def test_a_threshold_verifies_less_of_the_same_drafts_and_changes_no_answer(tmp_path):
+    folder = str(COMMITTED_DRAFTER)
+    config = SweepConfig(
+        "test", drafters={"dspark": folder, "dspark-confident": folder}, benchmarks=("own-gsm8k",), prompts=1,
+        n_values=(7,), max_new_tokens=16, dtype="float32", thresholds={"dspark-confident": 0.3},
+    )  # fmt: skip
+    table = sweep(config, tmp_path).set_index("drafter")
+    assert (table.mismatches == 0).all() and table.output_tokens.nunique() == 1
+    assert table.drafted["dspark"] == 7 * table.steps["dspark"]
+    assert table.drafted["dspark-confident"] < 7 * table.steps["dspark-confident"]
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert {r["drafter"]: r["threshold"] for r in records} == {"dspark": 0.0, "dspark-confident": 0.3}
+    with pytest.raises(ValueError, match="another run .*threshold"):
+        sweep(replace(config, thresholds={"dspark-confident": 0.2}), tmp_path)
+    with pytest.raises(ValueError, match="thresholds of .*nobody.*the drafters are dspark"):
+        replace(config, thresholds={"nobody": 0.2})
+    with pytest.raises(ValueError, match="vLLM verifies every draft"):
+        replace(config, engine="vllm")
+
+
 def test_a_drafter_that_is_not_there_or_too_short_is_named(tmp_path):
     config = SweepConfig("test", benchmarks=("own-gsm8k",), prompts=1, n_values=(9,), dtype="float32")
     with pytest.raises(ValueError, match="num_speculative_tokens = 9"):
