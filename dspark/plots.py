@@ -22,6 +22,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
+from scipy.optimize import isotonic_regression
 
 COLUMN, PAGE = 3.25, 6.75  # inches: one column and across both, so that figures print at their own size
 
@@ -461,29 +462,27 @@ def _with_published(plot: Plot, published: pd.DataFrame | None) -> Plot:
 
 
 def _mark_values(ax, data: pd.DataFrame, column: str, form: str) -> None:
-    """Ring the points at n = 3 and 7 and write their values above them, crowded ones in one stack."""
+    """Ring the points at n = 3 and 7 and write their values outside of them, moved apart where they crowd: above and
+    below a point others may lie, published ones among them."""
     bottom, top = ax.get_ylim()
-    line = 0.065 * (top - bottom)  # height of a line of 6 pt text
-    text_style = {
-        "fontsize": 6,
-        "ha": "center",
-        "va": "center",
-        "path_effects": [withStroke(linewidth=2, foreground="white")],
-    }
-    for n in MARKED_N:
+    line = 0.075 * (top - bottom)  # height of a line of 6 pt text
+    halo = [withStroke(linewidth=2, foreground="white")]
+    for n, side in zip(MARKED_N, ("right", "left"), strict=True):
         points = data[data["n"] == n].dropna(subset=column).sort_values(column)
-        values, waiting = points[column].tolist(), []
-        for drafter, value, above in zip(points["drafter"], values, [*values[1:], np.inf], strict=False):
+        if points.empty:
+            continue
+        apart = line * np.arange(len(points))
+        heights = isotonic_regression(points[column] - apart).x + apart
+        for drafter, value, height in zip(points["drafter"], points[column], heights, strict=True):
             colour = DRAFTER_STYLE[drafter]["color"]
             ax.scatter(n, value, s=45, facecolors="none", edgecolors=colour, linewidths=0.7)
-            waiting.append((form.format(value), colour))
-            if above < value + (len(waiting) + 1.5) * line:
-                continue  # no room below the next point
-            for i, (text, colour) in enumerate(waiting):
-                ax.text(n, value + (i + 1.2) * line, text, color=colour, **text_style)
-            top = max(top, value + (len(waiting) + 1) * line)
-            waiting = []
+            beside = n + (0.22 if side == "left" else -0.22)
+            ax.text(
+                beside, height, form.format(value), color=colour, fontsize=6, ha=side, va="center", path_effects=halo
+            )
+        bottom, top = min(bottom, heights[0] - line), max(top, heights[-1] + line)
     ax.set_ylim(bottom, top)
+    ax.set_xlim(right=max(ax.get_xlim()[1], MARKED_N[-1] + 1.0))
 
 
 def _legend(figure: Figure, ax) -> None:

@@ -196,15 +196,15 @@ def test_a_line_breaks_at_an_n_that_only_another_drafter_has(table):
 
 @pytest.mark.parametrize("spacing", [0.0, 0.01, 0.1, 0.4])
 def test_written_values_never_cover_each_other_or_a_marked_point(spacing):
-    drafters = enumerate(d for d in plots.DRAFTER_STYLE if d != "autoregressive")
-    rows = [row(d, "own-aime", n, 1 + i * spacing + n / 5) for i, d in drafters for n in range(1, 9)]
+    drafters = [d for d in plots.DRAFTER_STYLE if d != "autoregressive"]
+    rows = [row(d, "own-aime", n, 1 + i * spacing + n / 5) for i, d in enumerate(drafters) for n in range(1, 9)]
     figure = plots.speedup_vs_n(pd.DataFrame(rows)).figure
     figure.draw_without_rendering()
     axes = figure.axes[0]
     boxes = [text.get_window_extent().padded(-1) for text in axes.texts]  # the box is taller than its digits
-    assert len(boxes) == 10
+    assert len(boxes) == 2 * len(drafters)
     assert all(box.count_overlaps(boxes) == 1 for box in boxes), "two values overlap"
-    points = axes.transData.transform([(n, 1 + i * spacing + n / 5) for i in range(5) for n in (3, 7)])
+    points = axes.transData.transform([(n, 1 + i * spacing + n / 5) for i in range(len(drafters)) for n in (3, 7)])
     assert not any(box.contains(*point) for box in boxes for point in points), "a value covers a point"
     inside = axes.get_window_extent()
     assert all(inside.y0 < box.y0 and box.y1 < inside.y1 for box in boxes)
