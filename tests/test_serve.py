@@ -153,7 +153,7 @@ def test_the_trainers_command_is_one_that_train_takes(monkeypatch):
         argv = trainer_command(profile, "http://127.0.0.1:8000", "127.0.0.1", 29600, ["--out", "x", "--data", "y"]).argv
         assert argv[argv.index("--nproc-per-node") + 1] == str(profile.trainers)
         train.main(argv[argv.index("train") + 1 :])
-        name, shape, config, _, _, streamed, _ = seen[-1]
+        name, shape, config, _, _, streamed, *_ = seen[-1]
         assert name == shape.target == PRESETS[profile.preset].target
         assert (config.row_tokens, config.anchors, config.dtype) == (profile.row_tokens, profile.anchors, "bfloat16")
         assert config.block_sizes == (shape.max_draft_tokens,)
