@@ -118,6 +118,7 @@ def load(source: str | Path, target, dtype=None):
         return checkpoint.load(folder, target, dtype)
     latent = {name: raw[name] for name in LATENT if raw.get(name) is not None}
     try:
+        latent = {name: formats._typed(name, int, value) for name, value in latent.items()}
         plain = formats.read_eagle3({name: value for name, value in raw.items() if name not in latent}, target)
         config = Eagle3Config(**asdict(plain) | latent)
         config.check_target(target)
@@ -133,22 +134,17 @@ def load(source: str | Path, target, dtype=None):
 def _fitting(config: Eagle3Config, folder: Path, target) -> dict[str, Tensor]:
     """The folder's tensors by this module's names, checked against the config, with the target's where it has none."""
     V, D = config.vocab_size, config.draft_vocab_size
-    tensors = {"embed_tokens.weight": target.embed_tokens}
-    if D == V:
-        tensors["d2t"] = torch.zeros(V, dtype=torch.long)
-    tensors |= {name.replace("midlayer.", "layers.0."): t for name, t in checkpoint._tensors(folder).items()}
+    found = checkpoint.headers(folder)
+    layer = "midlayer." if any(name.startswith("midlayer.") for name in found) else "layers.0."
     with torch.device("meta"):
-        wanted = Eagle3Drafter(config).state_dict()
-    missing, unexpected = set(wanted) - {"t2d", "lm_head.weight"} - set(tensors), set(tensors) - set(wanted)
-    if missing or unexpected:
-        raise ValueError(
-            f"{folder.name}: missing tensors {sorted(missing)[:4]}, unexpected {sorted(unexpected)[:4]}: "
-            f"not this config's weights"
-        )
-    for name, tensor in sorted(tensors.items()):
-        if tensor.shape != wanted[name].shape:
-            shapes = f"{tuple(tensor.shape)}, config.json says {tuple(wanted[name].shape)}"
-            raise ValueError(f"{folder.name}: {name} is {shapes}")
+        state = Eagle3Drafter(config).state_dict()
+    wanted = {name.replace("layers.0.", layer): tensor.shape for name, tensor in state.items()}
+    optional = {"embed_tokens.weight", "lm_head.weight", "t2d"} | ({"d2t"} if D == V else set())
+    faults = checkpoint.misfits(found, wanted, optional)
+    if faults:
+        raise ValueError(f"{folder.name}: {faults[0]}")
+    tensors = {"embed_tokens.weight": target.embed_tokens, "d2t": torch.zeros(D, dtype=torch.long)}
+    tensors |= {name.replace(layer, "layers.0."): t for name, t in checkpoint._tensors(folder).items()}
     ids = checkpoint._check_d2t(tensors["d2t"], tensors.get("t2d"), V, folder.name)
     tensors["d2t"] = tensors["d2t"].long()
     tensors.setdefault("lm_head.weight", target.lm_head[ids.to(target.lm_head.device)])
@@ -156,17 +152,15 @@ def _fitting(config: Eagle3Config, folder: Path, target) -> dict[str, Tensor]:
     return tensors
 
 
-def save(drafter, folder: Path, dtype=torch.bfloat16, **options) -> None:
+def save(drafter, folder: Path, dtype=torch.bfloat16, history: Path | None = None) -> None:
     """Write a trained drafter. Eagle3 goes out as vLLM and SGLang read it: `midlayer` names, d2t and t2d, the LM head
-    of the draft vocabulary, no embedding. Others as checkpoint.save writes them."""
+    of the draft vocabulary, no embedding. Others, and history, as of checkpoint.write."""
     if not isinstance(drafter, Eagle3Drafter):
-        return checkpoint.save(drafter, folder, dtype, **options)
-    tensors = {
-        name.replace("layers.0.", "midlayer."): t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype)
-        for name, t in drafter.state_dict().items()
-        if name != "embed_tokens.weight"
-    }
-    with checkpoint.replacing(folder) as new:
+        return checkpoint.save(drafter, folder, dtype, history=history)
+    state = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}
+    del state["embed_tokens.weight"]
+    tensors = checkpoint.cast(state, dtype)
+    with checkpoint.replacing(folder, history) as new:
         save_file({name: t.contiguous() for name, t in tensors.items()}, new / SINGLE, metadata={"format": "pt"})
         (new / "config.json").write_text(json.dumps(_config_json(drafter.config, dtype), indent=2) + "\n")
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import yaml
 
 from dspark.config import DSparkConfig
-from dspark.formats import vllm_limits
+from dspark.formats import read_json, vllm_limits
 from dspark.target import EMBEDDED
 
 EMBEDDED_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _EMBEDDED_FOLDER = '"$(python3 -c "from dspark.target import embedded_target as t; print(t())")"'
 
 
-def model_card(config: DSparkConfig, format: str, folder: Path, name: str, size: int) -> str:
-    """README.md of a checkpoint of `size` bytes; recipe and metrics are those in `folder`."""
+def model_card(config: DSparkConfig, format: str, history: Path | None, name: str, size: int) -> str:
+    """README.md of a checkpoint of `size` bytes; recipe and metrics are those in the folder `history`, if any."""
     front = {
         "base_model": EMBEDDED_ON_HUB if config.target == EMBEDDED else config.target,
         "library_name": "speculators" if format == "speculators" else "vllm",
@@ -32,9 +32,9 @@ def model_card(config: DSparkConfig, format: str, folder: Path, name: str, size:
         f"It drafts blocks for speculative decoding (arXiv 2607.05147); the target verifies them, so that the output "
         f"stays the target's own. Format: {format}; {size / 1e6:.1f} MB without {shared}, which the target has.",
         _table(("shape", ""), shape_rows(config)),
-        "## Recipe\n\n" + _recipe(folder),
-        "## Measured\n\n" + _metrics(folder),
-        "## Serve\n\n" + serve(config, name),
+        "## Recipe\n\n" + _recipe(history),
+        "## Measured\n\n" + _metrics(history),
+        "## Serve\n\n" + serve(config, name, format),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -66,32 +66,36 @@ def shape_rows(config: DSparkConfig) -> list[tuple[str, str]]:
     ]
 
 
-def serve(config: DSparkConfig, drafter: str) -> str:
+def serve(config: DSparkConfig, drafter: str, format: str) -> str:
     """The vLLM command for this drafter, and what vLLM does otherwise with it."""
     options = {"method": "dspark", "model": drafter, "num_speculative_tokens": config.max_draft_tokens}
     target = _EMBEDDED_FOLDER if config.target == EMBEDDED else config.target
     lines = [f"    vllm serve {target} --speculative-config '{json.dumps(options)}'"]
-    lines += [f"- {limit}." for limit in vllm_limits(config)]
+    lines += [f"- {limit}." for limit in vllm_limits(config, padded=format == "vllm")]
     return "\n\n".join(lines[:1]) + ("\n\n" + "\n".join(lines[1:]) if lines[1:] else "")
 
 
-def _recipe(folder: Path) -> str:
-    path = folder / "recipe.json"
-    recipe = json.loads(path.read_text()) if path.is_file() else {}
-    if not recipe:
+def _recipe(history: Path | None) -> str:
+    path = None if history is None else Path(history) / "recipe.json"
+    if path is None or not path.is_file():
         return "Not recorded with this checkpoint."
+    recipe = read_json(path)
+    training = recipe.get("training")
     rows = [(name, value) for name, value in recipe.items() if not isinstance(value, dict)]
-    rows += [(name, value) for name, value in recipe.get("training", {}).items()]
+    rows += training.items() if isinstance(training, dict) else ()
     return _table(("setting", "value"), [(name.replace("_", " "), _plain(value)) for name, value in rows])
 
 
-def _metrics(folder: Path) -> str:
-    path = folder / "heldout.csv"
-    if not path.is_file():
+def _metrics(history: Path | None) -> str:
+    path = None if history is None else Path(history) / "heldout.csv"
+    if path is None or not path.is_file():
         return "Nothing was measured with this checkpoint."
-    with path.open(newline="") as file:
-        header, *rows = csv.reader(file)
-    shown = [[_plain(float(value)) if "." in value else _plain(int(value)) for value in row] for row in rows]
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            header, *rows = csv.reader(file)
+        shown = [[_plain(float(value)) if "." in value else _plain(int(value)) for value in row] for row in rows]
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path.parent.name} is damaged: {path.name} is no table of numbers ({error})") from error
     return f"Held-out greedy accepted length (bonus token included) during training:\n\n{_table(header, shown)}"
 
 

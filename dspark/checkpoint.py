@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +25,10 @@ from dspark.formats import read_json
 from dspark.packed import pack
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HISTORY = ("recipe.json", "heldout.csv", "log.csv")  # how a drafter was made; goes along with an export
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+MASK_PICKLE = "mask_embedding.pt"  # vLLM puts it in place of the mask's embedding
+# How a drafter was made, and the temperatures fitted to its confidences: they go along with an export.
+HISTORY = ("recipe.json", "heldout.csv", "log.csv", "calibration.json")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # in files of older speculators
 _FLOATS, _INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")
 log = logging.getLogger(__name__)
@@ -85,7 +87,8 @@ def read(folder: Path, target=None) -> Checkpoint:
         if target is not None:
             config.check_target(target)
     except ValueError as error:
-        raise ValueError(f"{folder.name} drafts for {config.target!r}, not {target.name!r}: {error}") from error
+        whose = "" if config.target == target.name else f", it drafts for {config.target!r}"
+        raise ValueError(f"{folder.name} does not fit {target.name!r}{whose}: {error}") from error
     found = headers(folder)
     faults = tensor_faults(config, found)
     if faults:
@@ -110,30 +113,39 @@ def _config_json(folder: Path) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, one or the index's shards. Refuses pickles and paths out of the folder."""
-    single, index = folder / SINGLE, folder / INDEX
-    if (folder / "mask_embedding.pt").exists():
-        raise ValueError(f"{folder.name}: mask_embedding.pt is a pickle and would override the mask's embedding")
-    if not index.is_file():
-        pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
-        if not single.is_file() and pickles:
-            raise ValueError(
-                f"{folder.name} holds a pickle ({pickles[0]}), which can run code: convert it to safetensors"
-            )
-        if not single.is_file():
-            raise FileNotFoundError(f"no drafter in {folder.name}: {SINGLE} is missing")
-        return [single]
-    places = read_json(index).get("weight_map")
+    """The safetensors files of a folder, as of `weight_names`."""
+    names = weight_names(folder.name, {file.name for file in folder.glob("*")}, folder.joinpath)
+    return [folder / name for name in names]
+
+
+def weight_names(source: str, files: Collection[str], fetch: Callable[[str], Path]) -> list[str]:
+    """Which of a checkpoint's files are its weights: one safetensors file, or the shards of the index, which `fetch`
+    brings. Refuses pickles and paths out of the folder."""
+    refuse_pickles(source, files)
+    if INDEX not in files:
+        if SINGLE not in files:
+            raise FileNotFoundError(f"no drafter in {source}: {SINGLE} is missing")
+        return [SINGLE]
+    places = read_json(fetch(INDEX)).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{folder.name} is damaged: {INDEX} has no weight_map")
+        raise ValueError(f"{source} is damaged: {INDEX} has no weight_map")
     for tensor, name in places.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"{folder.name}: {INDEX} puts {tensor} into {name!r}, which is no file of the folder")
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"no drafter in {folder.name}: {name} is missing")
-    if single.is_file() and SINGLE not in places.values():
-        raise ValueError(f"{folder.name} holds two sets of weights, {SINGLE} and the shards of {INDEX}: remove one")
-    return [folder / name for name in sorted(set(places.values()))]
+            raise ValueError(f"{source}: {INDEX} puts {tensor!r} into {name!r}, which is no file of the folder")
+        if name not in files:
+            raise FileNotFoundError(f"no drafter in {source}: {name} is missing")
+    if SINGLE in files and SINGLE not in places.values():
+        raise ValueError(f"{source} holds two sets of weights, {SINGLE} and the shards of {INDEX}: remove one")
+    return sorted(set(places.values()))
+
+
+def refuse_pickles(source: str, files: Collection[str]) -> None:
+    """ValueError if one of a checkpoint's files is a pickle that counts: the mask's, or the only weights there are."""
+    if MASK_PICKLE in files:
+        raise ValueError(f"{source}: {MASK_PICKLE} is a pickle and would override the mask's embedding")
+    pickles = sorted(name for name in files if name.endswith(_PICKLES))
+    if pickles and SINGLE not in files and INDEX not in files:
+        raise ValueError(f"{source} holds a pickle ({pickles[0]}), which can run code: convert it to safetensors")
 
 
 @contextmanager
@@ -143,7 +155,8 @@ def _opened(file: Path):
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file.parent.name} is damaged: {file.name}: {error}") from error
+        reason = " ".join(str(error).split())  # it quotes names of tensors as they are, line breaks and all
+        raise ValueError(f"{file.parent.name} is damaged: {file.name}: {reason}") from error
 
 
 def headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -153,7 +166,7 @@ def headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         with _opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                 if name in found:
-                    raise ValueError(f"{folder.name}: {name} is in {places[name]} and in {file.name}")
+                    raise ValueError(f"{folder.name}: {name!r} is in {places[name]} and in {file.name}")
                 part = opened.get_slice(name)
                 found[name], places[name] = (tuple(part.get_shape()), part.get_dtype()), file.name
     if (folder / INDEX).is_file():
@@ -170,28 +183,38 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
         with _opened(file) as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not _finite(tensor):
             raise ValueError(f"{folder.name}: {name} holds NaN or Inf")
     return tensors
 
 
+def _finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
 def tensor_faults(config: DSparkConfig, found: dict[str, tuple[tuple[int, ...], str]]) -> list[str]:
     """What is missing, unexpected, of another shape or dtype than a drafter of `config` has. Empty: all fits."""
-    layers = {int(name.split(".")[1]) for name in found if name.startswith("layers.") and name.split(".")[1].isdigit()}
     if config.num_hidden_layers > len(found):  # before a module of a billion layers is built
+        layers = {name.split(".")[1] for name in found if name.startswith("layers.")}
         return [f"config.json says num_hidden_layers = {config.num_hidden_layers}, the file has {len(layers)}"]
     with torch.device("meta"):
         wanted = {name: tensor.shape for name, tensor in DSparkDrafter(config).state_dict().items()}
     optional = {"embed_tokens.weight", "lm_head.weight", "t2d"}
     aside = {*_OF_THE_TARGET} | ({"d2t", "t2d"} if config.draft_vocab_size is None else set())
+    return misfits(found, wanted, optional, aside)
+
+
+def misfits(found: dict, wanted: dict, optional: set[str], aside: Collection[str] = ()) -> list[str]:
+    """What of `wanted` {tensor: shape} the headers `found` lack, unless it is `optional`, what they hold beyond it and
+    what is left `aside`, and what has another shape, or a dtype that is not read."""
     missing = sorted(set(wanted) - optional - set(found))
-    unexpected = sorted(set(found) - set(wanted) - aside)
+    unexpected = sorted(set(found) - set(wanted) - set(aside))
     faults = []
     if missing or unexpected:
         faults = [f"missing tensors {missing[:4]}, unexpected {unexpected[:4]}: not this config's weights"]
-    for name in sorted(set(found) & set(wanted)):
+    for name in sorted(set(found) & {*wanted, *aside}):
         shape, dtype = found[name]
-        if shape != wanted[name]:
+        if shape != wanted.get(name, shape):
             faults.append(f"{name} is {shape}, config.json says {tuple(wanted[name])}")
         fits = {"d2t": _INTEGERS, "t2d": ("BOOL",)}.get(name, _FLOATS)
         if dtype not in fits:
@@ -253,22 +276,32 @@ def write(
     """Write config, weights and model card; the folder is the new checkpoint or still the old one, never a mixture.
 
     dtype: of the weights, None as they are. format: one of formats.FORMATS. history: a folder whose HISTORY files go
-    along and into the card. Other files of an old folder stay. ValueError where the format cannot hold the drafter,
-    before anything is written.
+    along and into the card. Other files of an old folder stay. ValueError where the format or dtype cannot hold the
+    drafter, before anything is written.
     """
     config_json, tensors = _encode(checkpoint, format)
-    tensors = {k: v.to("cpu", dtype if v.is_floating_point() else v.dtype) for k, v in tensors.items()}
+    tensors = cast(tensors, dtype)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    text = card.model_card(checkpoint.config, format, history, Path(folder).name, size)
     config_json["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     if checkpoint.notes:
         config_json["decided_on_reading"] = checkpoint.notes
-    with replacing(folder) as new:
-        for name in HISTORY:
-            if history is not None and (Path(history) / name).is_file():
-                shutil.copy(Path(history) / name, new / name)
+    with replacing(folder, history) as new:
         save_torch_state_dict(tensors, new, max_shard_size=shard_size, metadata={"format": "pt"})
         (new / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        (new / "README.md").write_text(card.model_card(checkpoint.config, format, new, Path(folder).name, size))
+        (new / "README.md").write_text(text)
+
+
+def cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Tensors as they are written: on the CPU, floats in `dtype` (None: as they are). ValueError where that leaves a
+    value which is refused on reading."""
+    out = {k: v.detach().to("cpu", dtype if v.is_floating_point() else v.dtype) for k, v in tensors.items()}
+    for name, tensor in out.items():
+        if not _finite(tensor):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            cause = f"is too large for {kind}: take another dtype" if _finite(tensors[name]) else "holds NaN or Inf"
+            raise ValueError(f"nothing is written: {name} {cause}")
+    return out
 
 
 def _encode(checkpoint: Checkpoint, format: str) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -297,17 +330,21 @@ def _encode(checkpoint: Checkpoint, format: str) -> tuple[dict, dict[str, torch.
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A folder to fill, with the old one's other files in it; on leaving it takes the old one's place in one step."""
+def replacing(folder: Path, history: Path | None) -> Iterator[Path]:
+    """A folder to fill, with `history`'s HISTORY files and the old folder's others in it; on leaving it takes the old
+    one's place in one step. Nothing stays that tells of the old drafter or changes the new one."""
     folder = Path(folder).resolve()
     new = folder.with_name(f".{folder.name}.saving")
     shutil.rmtree(new, ignore_errors=True)  # of a save that was cut off
     if folder.exists():
-        replaced = shutil.ignore_patterns("*.safetensors", INDEX, "config.json", "README.md")
-        shutil.copytree(folder, new, ignore=replaced)
+        old = shutil.ignore_patterns("*.safetensors", INDEX, "config.json", "README.md", MASK_PICKLE, *HISTORY)
+        shutil.copytree(folder, new, ignore=lambda at, names: old(at, names) if Path(at) == folder else ())
     else:
         new.mkdir(parents=True)
     try:
+        for name in HISTORY:
+            if history is not None and (Path(history) / name).is_file():
+                shutil.copy(Path(history) / name, new / name)
         yield new
         for path in (*new.iterdir(), new):
             _flush(path)

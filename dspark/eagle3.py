@@ -32,6 +32,7 @@ class Eagle3Config(formats.Eagle3Config):
     v_head_dim: int | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         one_layer = {"num_hidden_layers": 1, "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False}
         for name, value in (one_layer | {"norm_output": False}).items():
             if getattr(self, name) != value:
@@ -39,10 +40,15 @@ class Eagle3Config(formats.Eagle3Config):
         latent = [getattr(self, name) for name in LATENT]
         if any(latent) and not all(latent):
             raise ValueError(f"Eagle3Config: latent attention needs all of {', '.join(LATENT)}, got {latent}")
+        if any(latent) and min(latent) < 1:
+            raise ValueError(f"Eagle3Config: {', '.join(LATENT)} = {latent}: each must be at least 1")
         if any(latent) and self.qk_rope_head_dim % 2:
             raise ValueError(f"Eagle3Config.qk_rope_head_dim = {self.qk_rope_head_dim}: rotary embedding turns pairs")
         if not self.aux_hidden_state_layer_ids:
             raise ValueError("Eagle3Config.aux_hidden_state_layer_ids is missing: say which hidden states are fused")
+        if min(self.aux_hidden_state_layer_ids) < 1:
+            ids = self.aux_hidden_state_layer_ids
+            raise ValueError(f"Eagle3Config.aux_hidden_state_layer_ids = {ids}: block outputs count from 1")
 
     max_draft_tokens = 1 << 20
 

@@ -1,6 +1,8 @@
 """Command lines that bring drafters in (`load`) and out (`export`)."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -13,16 +15,30 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 
 def find(source: str) -> Path:
-    """The folder of a checkpoint: one that is here, or a hub name, whose files are fetched. OSError if unreachable."""
+    """The folder of a checkpoint: one that is here, or a hub name, whose files are fetched. OSError if unreachable,
+    ValueError if it holds a pickle that counts."""
     if Path(source).is_dir():
         return Path(source)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import list_repo_files, snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    with reaching_hub(source):
+        # Pickles are not fetched, so their names are looked for first. Without a network the cache has to do, or the
+        # second call says what is wrong.
+        with suppress(OSError, HTTPError):
+            checkpoint.refuse_pickles(source, list_repo_files(source))
+        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.md", "*.csv"]))
+
+
+@contextmanager
+def reaching_hub(source: str) -> Iterator[None]:
+    """OSError in one line where the hub has no `source` or cannot be reached."""
+    from huggingface_hub.errors import HFValidationError, HTTPError  # the latter is not always an OSError
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.md", "*.csv"]))
-    except (OSError, HFValidationError) as error:
-        reason = str(error).splitlines()[0]
+        yield
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise OSError(f"drafter {source!r}: no folder here and not reachable on the hub ({reason})") from error
 
 

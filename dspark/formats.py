@@ -41,7 +41,7 @@ _STATED = ("block_size", "markov_rank", "rms_norm_eps")  # defaults of DSparkCon
 _COMPUTED = {  # only these values are what DSparkDrafter computes
     "hidden_act": "silu", "attention_bias": False, "is_neox_style": True, "logit_scale": 1.0,
     "use_aux_hidden_state": True, "quantization_config": None, "attention_sink_bias": False,
-    "add_swa_attention_sink_bias": False, "attention_value_scale": None,
+    "add_swa_attention_sink_bias": False, "attention_value_scale": None, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,21 @@ class Eagle3Config:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+
+    def __post_init__(self):
+        for name, wrong, mend in self._faults():
+            if wrong:
+                raise ValueError(f"Eagle3Config.{name} = {getattr(self, name)!r}: {mend}")
+
+    def _faults(self):
+        for field in dataclasses.fields(Eagle3Config):
+            yield field.name, field.type is int and getattr(self, field.name) < 1, "must be at least 1"
+        for name in ("rope_theta", "rms_norm_eps"):
+            yield name, getattr(self, name) <= 0, "must be positive"
+        heads = self.num_attention_heads
+        yield "num_key_value_heads", heads % self.num_key_value_heads != 0, f"must divide {heads} query heads"
+        yield "head_dim", self.head_dim % 2 != 0, "must be even: rotary embedding turns pairs"
+        yield "draft_vocab_size", self.draft_vocab_size > self.vocab_size, f"must lie in 1..{self.vocab_size}"
 
 
 def read_json(path: Path) -> dict:
@@ -198,6 +213,9 @@ def _rope_theta(layer: dict, notes: list[str]):
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"rope type {kind!r} is not supported: the drafter computes plain rotary positions")
+    for name in ("factor", "partial_rotary_factor"):
+        if rope.get(name) not in (None, 1):
+            raise ValueError(f"config.json: {name} = {rope[name]!r} of the rotary positions is not supported, only 1")
     inner, outer = rope.get("rope_theta"), layer.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         notes.append(f"rope_theta is {outer} at the top level and {inner} in the rope dictionary: {inner} is taken")
@@ -325,9 +343,11 @@ def read_eagle3(raw: dict, target=None) -> Eagle3Config:
         log.warning("eagle_aux_hidden_state_layer_ids is not stated: %s, as vLLM takes them", ids)
     flat["aux_hidden_state_layer_ids"] = ids
     flat["rope_theta"] = _rope_theta(layer, [])
+    _refuse_uncomputed(flat, raw)
     flat["draft_vocab_size"] = flat.get("draft_vocab_size") or flat.get("vocab_size")
     if flat.get("head_dim") is None and flat.get("num_attention_heads"):
-        flat["head_dim"] = flat.get("hidden_size", 0) // flat["num_attention_heads"]
+        width, heads = (_typed(name, int, flat.get(name)) for name in ("hidden_size", "num_attention_heads"))
+        flat["head_dim"] = width // heads
     fields = {field.name: field for field in dataclasses.fields(Eagle3Config)}
     missing = [n for n, f in fields.items() if flat.get(n) is None and f.default is dataclasses.MISSING]
     if missing:
@@ -410,13 +430,16 @@ def _draft_config(config: DSparkConfig) -> dict:
     return {**fields, "enable_confidence_head": config.confidence_head}
 
 
-def vllm_limits(config: DSparkConfig) -> list[str]:
-    """What vLLM 0.32 does otherwise with this drafter, without a word; empty where it serves it as it is."""
+def vllm_limits(config: DSparkConfig, padded: bool = False) -> list[str]:
+    """What vLLM 0.32 does otherwise with this drafter, without a word; empty where it serves it as it is. padded: as
+    the format `vllm` writes it."""
     limits = []
     if config.markov_rank and config.markov_head_type != "vanilla":
         limits.append(f"vLLM serves only vanilla Markov heads and would run this {config.markov_head_type} one as such")
-    if config.markov_rank == 0:
-        limits.append("vLLM needs a Markov head: an all-zero one stands in (--format vllm writes it)")
+    if config.markov_rank == 0 and padded:
+        limits.append("its Markov head is all zero: padding, which vLLM needs")
+    elif config.markov_rank == 0:
+        limits.append("vLLM needs a Markov head and there is none here: --format vllm writes an all-zero one")
     if not config.sample_from_anchor:
         n = config.max_draft_tokens
         limits.append(f"vLLM drafts block_size = {n + 1} tokens unless told num_speculative_tokens = {n}")

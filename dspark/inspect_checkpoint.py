@@ -14,6 +14,7 @@ from dspark.card import shape_rows
 from dspark.config import PRESETS, DSparkConfig
 from dspark.drafter import DSparkDrafter
 from dspark.eagle3 import LATENT
+from dspark.exchange import reaching_hub
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}  # of an element; the others have one
 PARTS = {  # in the order of a table; the first that a tensor's name begins with
@@ -50,20 +51,16 @@ def inspect(source: str | Path) -> Anatomy:
 
     FileNotFoundError or OSError where there is none; ValueError where config.json is no drafter's at all.
     """
-    if Path(source).is_dir():
-        folder, odd = Path(source), []
-        raw = checkpoint._config_json(folder)
-        kind = formats.kind_of(raw)
-        try:
-            tensors = checkpoint.headers(folder)
-        except (ValueError, FileNotFoundError) as error:
-            tensors = {}
-            odd.append(str(error))
-    elif source in PRESETS:
+    here = Path(source).is_dir()
+    if not here and source in PRESETS:
         return _preset(source)
-    else:
-        raw, tensors = _from_hub(str(source))
-        kind, odd = formats.kind_of(raw), []
+    raw = checkpoint._config_json(Path(source)) if here else formats.read_json(_fetch(str(source), "config.json"))
+    kind, odd = formats.kind_of(raw), []
+    try:
+        tensors = checkpoint.headers(Path(source)) if here else _hub_headers(str(source))
+    except (ValueError, FileNotFoundError) as error:
+        tensors = {}
+        odd.append(str(error))
     rows, config = [("format", kind)], None
     try:
         if kind == "eagle3":
@@ -93,27 +90,39 @@ def _preset(name: str) -> Anatomy:
     return Anatomy(name, rows, _parts(tensors), tensors, formats.vllm_limits(config))
 
 
-def _from_hub(name: str) -> tuple[dict, dict]:
-    """config.json, and shapes and dtypes by range requests for the headers."""
-    from huggingface_hub import get_safetensors_metadata, hf_hub_download
-    from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, OfflineModeIsEnabled
+def _fetch(name: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
 
-    try:
-        raw = formats.read_json(Path(hf_hub_download(name, "config.json")))
-        files = get_safetensors_metadata(name).files_metadata.values()
-    except (OSError, HFValidationError, OfflineModeIsEnabled) as error:
-        reason = str(error).splitlines()[0]
-        raise OSError(f"checkpoint {name!r}: no folder here and not reachable on the hub ({reason})") from error
-    except NotASafetensorsRepoError as error:
-        raise ValueError(f"checkpoint {name!r} has no safetensors: pickles are not read") from error
-    found = {key: (tuple(info.shape), info.dtype) for file in files for key, info in file.tensors.items()}
-    return raw, found
+    with reaching_hub(name):
+        return Path(hf_hub_download(name, file))
+
+
+def _hub_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """checkpoint.headers of a checkpoint on the hub, by range requests."""
+    from huggingface_hub import list_repo_files, parse_safetensors_file_metadata
+    from huggingface_hub.errors import SafetensorsParsingError
+
+    with reaching_hub(name):
+        files = list_repo_files(name)
+    found = {}
+    for file in checkpoint.weight_names(name, files, lambda index: _fetch(name, index)):
+        try:
+            with reaching_hub(name):
+                tensors = parse_safetensors_file_metadata(name, file).tensors
+            found |= {key: (tuple(torch.Size(info.shape)), str(info.dtype)) for key, info in tensors.items()}
+        except (SafetensorsParsingError, AttributeError, TypeError) as error:  # the parser checks no more than JSON
+            raise ValueError(f"{name} is damaged: {file}: {' '.join(str(error).split())}") from error
+    return found
 
 
 def _oddities(config: DSparkConfig, raw: dict, tensors: dict) -> list[str]:
     """What is allowed, and still worth knowing."""
-    odd = [f"decided when it was read: {note}" for note in raw.get("decided_on_reading") or []]
-    odd += [] if raw.get("markov_head_is_padding") else formats.vllm_limits(config)
+    decided = raw.get("decided_on_reading") or []
+    if isinstance(decided, list):
+        odd = [f"decided when it was read: {note}" for note in decided]
+    else:
+        odd = [f"decided_on_reading = {decided!r} is no list of notes"]
+    odd += formats.vllm_limits(config)
     if raw.get("markov_head_is_padding"):
         odd.append("its Markov head is all zero: padding, which vLLM needs")
     shared = ["embed_tokens.weight"] + (["lm_head.weight"] if config.draft_vocab_size is None else [])

@@ -350,6 +350,10 @@ def test_a_saved_drafter_comes_back_the_same(toy, latent, draft_ids, tmp_path):
     del smaller["lm_head.weight"]  # the target's rows
     save_file(smaller, tmp_path / "saved" / "model.safetensors")
     assert torch.equal(baselines.load(tmp_path / "saved", toy).lm_head.weight, mine["lm_head.weight"])
+    (tmp_path / "recipe.json").write_text("{}")
+    baselines.save(drafter, tmp_path / "saved", torch.float32, history=tmp_path)  # Eagle3 has one, too
+    baselines.save(drafter, tmp_path / "other", torch.float32)
+    assert [(tmp_path / name / "recipe.json").exists() for name in ("saved", "other")] == [True, False]
     raw = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3]  # taps (0, 2), counted from one
     if latent:
@@ -367,6 +371,11 @@ def test_what_does_not_fit_is_named(toy, tmp_path):
     for wanted, weights, changes in (
         ("missing tensors .*d2t", {"d2t": None}, {}),
         ("unexpected .*extra", {"extra": torch.zeros(1)}, {}),
+        ("unexpected .*layers.0.hidden_norm", {"layers.0.hidden_norm.weight": torch.ones(HIDDEN)}, {}),  # two names
+        ("fc.weight has dtype F64", {"fc.weight": tensors["fc.weight"].double()}, {}),
+        ("fc.weight has dtype I8", {"fc.weight": tensors["fc.weight"].to(torch.int8)}, {}),
+        ("fc.weight has dtype F8_E5M2", {"fc.weight": tensors["fc.weight"].to(torch.float8_e5m2)}, {}),
+        ("d2t has dtype F32", {"d2t": tensors["d2t"].float()}, {}),
         ("fc.weight is", {"fc.weight": torch.zeros(3, 3)}, {}),
         ("NaN", {"fc.weight": tensors["fc.weight"] * torch.nan}, {}),
         ("d2t does not hold", {"d2t": LIKED}, {}),  # absolute ids
@@ -374,6 +383,14 @@ def test_what_does_not_fit_is_named(toy, tmp_path):
         ("not so deep", {}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}}),
         ("latent attention", {}, {"q_lora_rank": 8}),
         ("needs all of", {}, {"v_head_dim": None}),
+        ("v_head_dim = '8' must be int", {}, {"v_head_dim": "8"}),
+        ("each must be at least 1", {}, {"kv_lora_rank": -32}),
+        ("num_attention_heads = '4' must be int", {}, {"num_attention_heads": "4", "head_dim": None}),
+        ("draft_vocab_size = -1: must be at least 1", {}, {"draft_vocab_size": -1}),
+        ("draft_vocab_size = 99: must lie in", {}, {"draft_vocab_size": 99}),
+        ("head_dim = 3: must be even", {}, {"head_dim": 3}),
+        ("num_key_value_heads = 3: must divide 4", {}, {"num_key_value_heads": 3}),
+        ("hidden_act = 'gelu' is not supported", {}, {"hidden_act": "gelu"}),
         ("norm_output = True", {}, {"norm_output": True}),
         ("num_hidden_layers = 2", {}, {"num_hidden_layers": 2}),
     ):

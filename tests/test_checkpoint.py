@@ -1,13 +1,14 @@
 """Drafters on disk: what is written is read back exactly, and what does not fit is refused by name."""
 
 import json
+import struct
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, packed_row, tiny_config, tiny_drafter, tiny_model, tiny_target
 
-from dspark import checkpoint, formats
+from dspark import checkpoint, formats, schedule
 from dspark.config import PRESETS
 from dspark.decode import answer, heldout_tau
 from dspark.evaluate import COMMITTED_DRAFTER
@@ -179,17 +180,35 @@ BAD_TENSORS = {
     "transposed": ({"markov_head__markov_w1__weight": torch.zeros(8, VOCAB)}, r"markov_w1.weight is \(8, 40\)"),
     "NaN": ({"norm__weight": torch.full((32,), torch.nan)}, "norm.weight holds NaN or Inf"),
     "Inf": ({"norm__weight": torch.full((32,), torch.inf)}, "norm.weight holds NaN or Inf"),
+    "a dtype that cannot be searched for NaN": (
+        {"verifier_norm__weight": torch.ones(32).to(torch.float8_e4m3fn)}, "verifier_norm.weight has dtype F8_E4M3",
+    ),
     "integer weights": ({"norm__weight": torch.ones(32, dtype=torch.int8)}, "norm.weight has dtype I8"),
     "absolute ids": ({"d2t": KEPT.clone()}, "d2t does not hold the offsets.*absolute ids"),
     "another vocabulary": ({"t2d": torch.arange(VOCAB) % 3 == 1}, "d2t does not hold the offsets"),
     "too small a vocabulary": ({"t2d": torch.arange(VOCAB) == 0}, "d2t does not hold the offsets"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tensors, message", BAD_TENSORS.values(), ids=BAD_TENSORS)
 def test_a_tensor_that_does_not_fit_is_named(toy, saved, tensors, message):
     rewrite(saved, **tensors)
     with pytest.raises(ValueError, match=message):
+        checkpoint.load(saved, toy)
+
+
+@pytest.mark.parametrize("name", ["layers.\u00b2.x", f"layers.{'9' * 5000}.x"], ids=["superscript", "5000 digits"])
+def test_a_layer_is_counted_whatever_its_name(toy, saved, name):
+    rewrite(saved, **{name: torch.ones(1)})
+    reconfigure(saved, num_hidden_layers=900, layer_types=None)
+    with pytest.raises(ValueError, match="num_hidden_layers = 900, the file has 3"):
+        checkpoint.load(saved, toy)
+
+
+def test_a_line_break_in_a_name_does_not_break_the_message(toy, saved):
+    header = json.dumps({"a\nb": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}).encode()
+    (saved / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+    with pytest.raises(ValueError, match="drafter is damaged.*invalid offset for tensor `a b`$"):
         checkpoint.load(saved, toy)
 
 
@@ -244,7 +263,10 @@ def test_every_missing_key_is_named_or_decided_as_vllm_does(saved):
 
 
 BAD_FIELDS = {
-    "hidden size of another target": ({"hidden_size": 64}, "'tiny', not 'tiny'.*hidden_size = 64.*has 32"),
+    "hidden size of another target": ({"hidden_size": 64}, "drafter does not fit 'tiny': .*hidden_size = 64.*has 32"),
+    "another name and hidden size": (
+        {"hidden_size": 64, "target_model": "big"}, "does not fit 'tiny', it drafts for 'big': .*hidden_size = 64",
+    ),
     "vocabulary of another target": ({"vocab_size": 48}, "vocab_size = 48.*has 40"),
     "depth of another target": ({"num_target_layers": 5}, "target_num_hidden_layers = 5.*has 4"),
     "mask outside the vocabulary": ({"mask_token_id": 40}, "mask_token_id = 40"),
@@ -254,7 +276,7 @@ BAD_FIELDS = {
     "rank of other weights": ({"markov_rank": 16}, "is .* config.json says"),
     "another head": ({"markov_head_type": "rnn"}, "missing tensors.*markov_head.joint_proj"),
     "whole vocabulary": ({"draft_vocab_size": None}, r"lm_head.weight is \(14, 32\), config.json says \(40, 32\)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fields, message", BAD_FIELDS.values(), ids=BAD_FIELDS)
@@ -282,6 +304,76 @@ def test_mask_id_is_checked_before_training_too(toy):
     tiny_config(mask_token_id=6).check_target(padded)
 
 
+# ---- what is written over, and what is not written
+
+
+def test_a_new_checkpoint_carries_only_its_own_history(toy, saved, tmp_path):
+    """What tells of the drafter that was there, or changes the new one, goes; files that are somebody's own stay."""
+    for name in (*checkpoint.HISTORY, "mask_embedding.pt"):
+        (saved / name).write_text("of the old drafter")
+    (saved / "notes.txt").write_text("mine")
+    (saved / "other").mkdir()
+    for name in ("model.safetensors", "config.json", "recipe.json"):
+        (saved / "other" / name).write_text("of another drafter")
+    checkpoint.save(tiny_drafter(toy, seed=5, draft_ids=KEPT), saved, torch.float32)
+    names = ["README.md", "config.json", "model.safetensors", "notes.txt", "other"]
+    assert sorted(path.name for path in saved.iterdir()) == names and len(list((saved / "other").iterdir())) == 3
+    assert "Not recorded" in (saved / "README.md").read_text() and checkpoint.load(saved, toy)
+
+
+def test_history_and_temperatures_go_along_with_an_export(toy, saved, tmp_path):
+    (saved / "recipe.json").write_text('{"response_tokens": 7}')
+    schedule.save_temperatures(saved, torch.tensor([1.5, 0.5]))
+    assert schedule.CALIBRATION in checkpoint.HISTORY
+    found = checkpoint.read(saved)
+    for folder in (tmp_path / "out", saved):  # the latter over itself
+        checkpoint.write(found, folder, history=saved)
+        assert schedule.load_temperatures(folder, 2).tolist() == [1.5, 0.5]
+        assert "| response tokens | 7 |" in (folder / "README.md").read_text()
+
+
+BAD_HISTORY = {
+    "no JSON": ("recipe.json", "{", "run is damaged: recipe.json is no JSON"),
+    "no object": ("recipe.json", "[1]", "run is damaged: recipe.json holds no JSON object"),
+    "empty table": ("heldout.csv", "", "run is damaged: heldout.csv is no table of numbers"),
+    "words": ("heldout.csv", "step,tau\n1,high\n", "run is damaged: heldout.csv is no table of numbers.*'high'"),
+    "binary": ("heldout.csv", "step\n\udcff", "run is damaged: heldout.csv is no table of numbers"),
+}
+
+
+@pytest.mark.parametrize("name, content, message", BAD_HISTORY.values(), ids=BAD_HISTORY)
+def test_a_broken_history_is_named_before_anything_is_written(toy, tmp_path, name, content, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=message) as refusal:
+        checkpoint.save(tiny_drafter(toy), tmp_path / "drafter", history=tmp_path / "run")
+    assert "\n" not in str(refusal.value) and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_recipe_of_another_shape_is_shown_as_it_is(toy, tmp_path):
+    (tmp_path / "recipe.json").write_text('{"training": [1, 2]}')
+    checkpoint.save(tiny_drafter(toy), tmp_path / "drafter", history=tmp_path)
+    assert "| training | 1, 2 |" in (tmp_path / "drafter" / "README.md").read_text()
+
+
+UNREADABLE = {
+    "too large for float16": (1e5, torch.float16, "nothing is written: fc.weight is too large for float16"),
+    "NaN": (torch.nan, torch.bfloat16, "nothing is written: fc.weight holds NaN or Inf"),
+    "Inf": (-torch.inf, None, "nothing is written: fc.weight holds NaN or Inf"),
+}
+
+
+@pytest.mark.parametrize("value, dtype, message", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_would_be_refused_on_reading_is_not_written(toy, saved, value, dtype, message):
+    drafter, before = tiny_drafter(toy), (saved / "model.safetensors").read_bytes()
+    drafter.fc.weight.data[3, 4] = value
+    for folder in (saved, saved.parent / "new"):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.save(drafter, folder, dtype)
+    assert (saved / "model.safetensors").read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == ["drafter"]
+
+
 # ---- interrupted saves
 
 
@@ -289,10 +381,9 @@ def test_a_leftover_of_a_killed_save_does_not_block(toy, saved):
     (saved.parent / ".drafter.saving").mkdir()
     (saved.parent / ".drafter.saving" / "model.safetensors").write_bytes(b"half")
     other = tiny_drafter(toy, seed=5, draft_ids=KEPT)
-    (saved / "recipe.json").write_text("{}")
     checkpoint.save(other, saved, torch.float32)
     same_draft(draft(checkpoint.load(saved, toy)), draft(other))
-    assert sorted(p.name for p in saved.iterdir()) == ["README.md", "config.json", "model.safetensors", "recipe.json"]
+    assert sorted(p.name for p in saved.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     assert not (saved.parent / ".drafter.saving").exists()
 
 

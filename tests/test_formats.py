@@ -5,13 +5,17 @@ what they say. The dictionaries follow the released config.json files; no releas
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+from unittest.mock import create_autospec
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, SafetensorsParsingError
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, tiny_drafter, tiny_target
 
@@ -152,6 +156,19 @@ def test_what_is_stated_twice_and_differently_is_noted():
     assert not any("differently" in note for note in notes)  # the same layers in both conventions
 
 
+@pytest.mark.parametrize("scaling", [{"factor": 4.0}, {"rope_type": "default", "partial_rotary_factor": 0.5}])
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_rotary_positions_that_are_not_plain_are_refused(scaling, where):
+    """Without a type, too: a factor scales something, whatever it was meant for."""
+    with pytest.raises(ValueError, match="factor = (4.0|0.5) of the rotary positions is not supported, only 1"):
+        formats.read_config(DEEPSEEK | {"rope_parameters": None, where: {"rope_theta": 1e6} | scaling})
+    for raw, read in ((DEEPSEEK, formats.read_config), (EAGLES["its authors'"], formats.read_eagle3)):
+        with pytest.raises(ValueError, match="partial_rotary_factor = 0.25 is not supported, only 1.0"):
+            read(raw | {"partial_rotary_factor": 0.25})
+    plain = {"rope_theta": 1e6, "factor": 1.0, "partial_rotary_factor": 1.0}
+    assert formats.read_config(DEEPSEEK | {"rope_parameters": plain, "partial_rotary_factor": 1})[0].rope_theta == 1e6
+
+
 def test_the_target_fills_in_its_name_and_depth(toy, tmp_path, caplog):
     drafter = tiny_drafter(toy)
     checkpoint.save(drafter, tmp_path / "drafter", torch.float32)
@@ -276,6 +293,9 @@ def test_a_broken_checkpoint_still_shows_its_anatomy(toy, tmp_path):
     assert any("is damaged" in fact for fact in broken.odd) and not broken.tensors
     assert dict(broken.rows)["Markov head"] == "rank 8, gated"
     raw = json.loads((folder / "config.json").read_text())
+    for decided in (5, "no list"):
+        (folder / "config.json").write_text(json.dumps(raw | {"decided_on_reading": decided}))
+        assert f"decided_on_reading = {decided!r} is no list of notes" in inspect(folder).odd
     (folder / "config.json").write_text(json.dumps(raw | {"block_size": "four"}))
     assert any("block_size = 'four' must be int" in fact for fact in inspect(folder).odd)
     (folder / "config.json").write_text("{}")
@@ -298,6 +318,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self, body=True):
         name = self.path.removeprefix("/owner/drafter/resolve/main/")
+        if name.startswith("/api/models/owner/drafter/tree/main?recursive=true"):
+            return self.list_files()
         file = COMMITTED_DRAFTER / name
         if "/" in name or not file.is_file():
             return self.send_error(404)
@@ -313,6 +335,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if body:
             self.sent.append(len(content))
             self.wfile.write(content)
+
+    def list_files(self):
+        files = [{"type": "file", "path": file.name, "size": 0, "oid": ""} for file in COMMITTED_DRAFTER.iterdir()]
+        content = json.dumps(files).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def do_HEAD(self):
         self.do_GET(body=False)
@@ -338,6 +368,68 @@ def test_a_checkpoint_is_inspected_by_its_hub_name_without_its_weights(tmp_path)
     assert sum(Hub.sent) < 200_000  # of 30 million bytes
 
 
+@pytest.fixture
+def hub(monkeypatch):
+    """Set what a call of huggingface_hub answers, or raises; its arguments must be those of the real one."""
+    calls = ("hf_hub_download", "list_repo_files", "parse_safetensors_file_metadata", "snapshot_download")
+    real = {call: getattr(huggingface_hub, call) for call in calls}
+
+    def answer(call: str, answer):
+        effect = {"side_effect": answer} if isinstance(answer, Exception) else {"return_value": answer}
+        monkeypatch.setattr(huggingface_hub, call, create_autospec(real[call], **effect))
+
+    answer("hf_hub_download", str(COMMITTED_DRAFTER / "config.json"))
+    answer("snapshot_download", str(COMMITTED_DRAFTER))
+    return answer
+
+
+PICKLES = {
+    "of the mask": (["config.json", "model.safetensors", "mask_embedding.pt"], "mask_embedding.pt is a pickle"),
+    "alone": (["config.json", "pytorch_model.bin"], r"owner/drafter holds a pickle \(pytorch_model.bin\)"),
+}
+
+
+@pytest.mark.parametrize("files, message", PICKLES.values(), ids=PICKLES)
+def test_a_pickle_on_the_hub_is_refused_like_one_in_a_folder(hub, files, message):
+    hub("list_repo_files", files)
+    with pytest.raises(ValueError, match=message):
+        exchange.find("owner/drafter")
+    huggingface_hub.snapshot_download.assert_not_called()
+    anatomy = inspect("owner/drafter")
+    assert not anatomy.tensors and re.search(message, anatomy.odd[0])
+
+
+def test_what_was_fetched_before_is_found_without_a_network(hub):
+    hub("list_repo_files", OfflineModeIsEnabled("offline"))
+    assert exchange.find("owner/drafter") == COMMITTED_DRAFTER
+
+
+@pytest.mark.parametrize("reason", ["All connection attempts failed\nsee there", ""])
+def test_a_hub_that_cannot_be_reached_is_told_in_a_line(hub, reason, capsys, tmp_path, no_set_up):
+    """The error of a broken connection is no OSError, and may say nothing."""
+    for call in ("hf_hub_download", "list_repo_files", "snapshot_download"):
+        hub(call, HTTPError(reason))
+    assert main(["inspect", "owner/drafter"]) == main(["export", "owner/drafter", "--out", str(tmp_path / "out")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all(f"the hub ({reason[:30] or 'HTTPError'})" in line for line in errors)
+
+
+BAD_HEADERS = {
+    "no safetensors": SafetensorsParsingError("header is\nno JSON"),
+    "no object": AttributeError("'list' object has no attribute 'get'"),
+    "a shape of words": type("Metadata", (), {"tensors": {"a": type("Info", (), {"shape": ["x"], "dtype": "F32"})}}),
+}
+
+
+@pytest.mark.parametrize("parsed", BAD_HEADERS.values(), ids=BAD_HEADERS)
+def test_a_damaged_header_on_the_hub_is_odd(hub, parsed):
+    hub("list_repo_files", ["config.json", "model.safetensors"])
+    hub("parse_safetensors_file_metadata", parsed)
+    anatomy = inspect("owner/drafter")
+    assert anatomy.odd[0].startswith("owner/drafter is damaged: model.safetensors: ") and "\n" not in anatomy.odd[0]
+    assert dict(anatomy.rows)["target"] == "smollm2-135m"
+
+
 # ---- the card and the command line
 
 
@@ -355,7 +447,7 @@ def test_a_card_has_front_matter_recipe_metrics_and_a_serve_command(toy, tmp_pat
         assert line in text
     spoken = text.split("--speculative-config '")[1].split("'")[0]
     assert json.loads(spoken) == {"method": "dspark", "model": "mine", "num_speculative_tokens": 4}
-    bare = card.model_card(tiny_drafter(toy).config, "native", tmp_path, "mine", 10)
+    bare = card.model_card(tiny_drafter(toy).config, "native", None, "mine", 10)
     assert "Not recorded" in bare and "Nothing was measured" in bare  # rather than a number from elsewhere
 
 
@@ -374,6 +466,16 @@ def test_the_committed_drafter_goes_out_and_comes_back_bit_for_bit(tmp_path, cap
     assert set(kept) == set(returned) and all(torch.equal(kept[name], returned[name]) for name in kept)
     native = [json.loads((folder / "config.json").read_text()) for folder in (COMMITTED_DRAFTER, back)]
     assert formats.read_config(native[0]) == formats.read_config(native[1])
+
+
+def test_a_missing_markov_head_is_stood_in_for_in_the_format_that_does_so(toy, tmp_path, capsys, no_set_up):
+    checkpoint.save(tiny_drafter(toy, markov_rank=0, confidence_head=False), tmp_path / "drafter", torch.float32)
+    lacking, padded = "there is none here: --format vllm writes", "its Markov head is all zero: padding"
+    for format in formats.FORMATS:
+        assert main(["export", str(tmp_path / "drafter"), "--out", str(tmp_path / format), "--format", format]) == 0
+        text = (tmp_path / format / "README.md").read_text()
+        assert (lacking in text, padded in text) == (format != "vllm", format == "vllm")
+        assert (f"note: vLLM needs a Markov head and {lacking}" in capsys.readouterr().out) == (format != "vllm")
 
 
 def test_wrong_requests_are_told_in_a_line(tmp_path, capsys, no_set_up):

@@ -45,6 +45,7 @@ HEADS = {
     "rnn": {"markov_head_type": "rnn"},
 }
 CELLS = list(itertools.product(LAYOUTS, VOCABULARIES, HEADS))
+SHARDED = ("fill-in", "pruned", "both")  # the cell whose files the peers read in shards, too
 CONTEXT = 20  # tokens before the anchor that vLLM drafts from
 SPECULATORS = importlib.util.find_spec("speculators") is not None
 needs_speculators = pytest.mark.skipif(not SPECULATORS, reason="speculators 0.9.0 is not installed")
@@ -73,6 +74,11 @@ def make(toy, layout: str, vocabulary: str, heads: str):
     drafter = tiny_drafter(toy, head_dim=32, **options)
     drafter.config = drafter.config.replace(target=toy.name)
     return drafter
+
+
+def save(drafter, folder: Path, format: str, sharded: bool) -> None:
+    checkpoint.save(drafter, folder, torch.float32, format=format, shard_size="20KB" if sharded else "5GB")
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (folder / checkpoint.INDEX).exists() == sharded
 
 
 def refusal(format: str, layout: str, heads: str) -> str | None:
@@ -113,25 +119,26 @@ def test_a_round_trip_is_bit_identical(toy, matrix, tmp_path, format, layout, vo
         assert not list(tmp_path.iterdir())
         matrix[format, layout, vocabulary, heads, "dspark", "refused"] = (0.0, True)
         return
-    for check, shard_size in (("round trip", "5GB"), ("round trip, sharded", "20KB")):
-        checkpoint.save(drafter, tmp_path / "drafter", torch.float32, format=format, shard_size=shard_size)
-        sharded = (tmp_path / "drafter" / checkpoint.INDEX).exists()
-        assert sharded == (check == "round trip, sharded")
+    for sharded in (False, True):
+        save(drafter, tmp_path / "drafter", format, sharded)
         back = checkpoint.load(tmp_path / "drafter", toy)
         assert back.config == drafter.config and not back.own
         assert_same_weights(back, drafter)
-        matrix[format, layout, vocabulary, heads, "dspark", check] = (0.0, True)
+        matrix[format, layout, vocabulary, heads, "dspark", "round trip" + ", sharded" * sharded] = (0.0, True)
 
 
 # ---- speculators
 
 
 @needs_speculators
-@pytest.mark.parametrize("layout, vocabulary, heads", [c for c in CELLS if not refusal("speculators", c[0], c[2])])
-def test_speculators_computes_the_same_block_and_losses(toy, matrix, tmp_path, layout, vocabulary, heads):
+@pytest.mark.parametrize(
+    "layout, vocabulary, heads, sharded",
+    [(*c, False) for c in CELLS if not refusal("speculators", c[0], c[2])] + [(*SHARDED, True)],
+)
+def test_speculators_computes_the_same_block_and_losses(toy, matrix, tmp_path, layout, vocabulary, heads, sharded):
     """Its class on our file, and we on its save of that: logits, confidence, CE, TV, KL and BCE."""
     drafter, (row, before_norm) = make(toy, layout, vocabulary, heads), inputs()
-    checkpoint.save(drafter, tmp_path / "ours", torch.float32, format="speculators")
+    save(drafter, tmp_path / "ours", "speculators", sharded)
     ours = our_block(drafter, toy, row, before_norm)
     theirs = speculators_block(tmp_path / "ours", row, before_norm, tmp_path / "theirs")
     back = checkpoint.load(tmp_path / "theirs", toy)
@@ -140,7 +147,7 @@ def test_speculators_computes_the_same_block_and_losses(toy, matrix, tmp_path, l
     assert float(ours["logits"].std()) > 0.1 and float(ours["ce"]) > 0.1
     found = differences(ours, theirs) | {"its save, " + k: d for k, d in differences(ours, returned).items()}
     for check, difference in found.items():
-        cell = ("speculators", layout, vocabulary, heads, "speculators 0.9.0", check)
+        cell = ("speculators", layout, vocabulary, heads, "speculators 0.9.0", check + ", sharded" * sharded)
         matrix[cell] = (difference, difference < TOLERANCE)
     assert max(found.values()) < TOLERANCE, found
 
@@ -180,11 +187,12 @@ def test_vllm_loads_our_files_and_drafts_the_same(toy, matrix, tmp_path):
     """One process for all cells: vLLM's model class, its weight loader and its sequential sampling."""
     row, _ = inputs()
     job, ours = {"target": toy.name, "cells": {}, "configs": PUBLIC}, {}
-    for format, (layout, vocabulary, heads) in itertools.product(("vllm", "speculators"), CELLS):
+    cells = [(*cell, "") for cell in itertools.product(("vllm", "speculators"), CELLS)]
+    for format, (layout, vocabulary, heads), shards in [*cells, ("vllm", SHARDED, ", sharded")]:
         if refusal("vllm", layout, heads) or (format == "speculators" and HEADS[heads].get("markov_rank") == 0):
             continue
-        drafter, name = make(toy, layout, vocabulary, heads), "/".join((format, layout, vocabulary, heads))
-        checkpoint.save(drafter, tmp_path / name, torch.float32, format=format)
+        drafter, name = make(toy, layout, vocabulary, heads), "/".join((format, layout, vocabulary, heads)) + shards
+        save(drafter, tmp_path / name, format, bool(shards))
         n = drafter.config.max_draft_tokens
         cell = {"n": n, "anchor": int(row.tokens[CONTEXT]), "features": row.features[:CONTEXT].tolist()}
         job["cells"][name] = cell | {"folder": str(tmp_path / name)}
@@ -193,18 +201,19 @@ def test_vllm_loads_our_files_and_drafts_the_same(toy, matrix, tmp_path):
     for name, raw in PUBLIC.items():
         assert answers["configs"][name] == decisions(raw), name
     theirs = answers["cells"]
-    assert set(theirs) == set(ours) and len(ours) == 24
+    assert set(theirs) == set(ours) and len(ours) == 25
     for name, mine in ours.items():
         answer = theirs[name]
         close = float((torch.tensor(answer["logits"]) - mine["logits"]).abs().max())
         same = answer["tokens"] == mine["tokens"]
-        key = (*name.split("/"), "vllm 0.32.0")
-        matrix[*key, "greedy drafts"] = (close, same and close < TOLERANCE)
+        cell, *shards = name.split(", ")
+        key = (*cell.split("/"), "vllm 0.32.0")
+        matrix[*key, ", ".join(["greedy drafts", *shards])] = (close, same and close < TOLERANCE)
         assert same and close < TOLERANCE, (name, close, answer["tokens"], mine["tokens"])
         assert (answer["confidence"] is None) == (mine["confidence"] is None)
         if answer["confidence"] is not None:
             close = float((torch.tensor(answer["confidence"]) - mine["confidence"]).abs().max())
-            matrix[*key, "confidence"] = (close, close < TOLERANCE)
+            matrix[*key, ", ".join(["confidence", *shards])] = (close, close < TOLERANCE)
             assert close < TOLERANCE, name
     assert len({tuple(mine["tokens"]) for mine in ours.values()}) > 6, "the drafts do not tell the cells apart"
 
