@@ -2,12 +2,15 @@
 
 A case is a kernel at a shape that occurs, with the FLOPs and bytes that no implementation can do without (counted, not
 measured: products and softmaxes of the visible part only, every input and output once). On a GPU each contender is
-timed, and the share is that of the nearer ceiling, both ceilings measured there: a large bfloat16 product and a copy.
-Without a GPU nothing is timed: Triton's interpreter has no speed worth telling.
+timed, and the share is that of the nearer ceiling, both ceilings measured there: a large bfloat16 product and a copy
+(more than 1 where what is counted more than once, as Markov decode's W2, stays in the GPU's cache). Without a GPU
+nothing is timed: Triton's interpreter has no speed worth telling.
 """
 
 import argparse
+import functools
 import importlib.util
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +42,8 @@ PRODUCT, COPY = 8192, 2**30  # edge of the product and bytes of the copy that ar
 
 @dataclass(frozen=True)
 class Case:
-    """contenders() allocates on the GPU and gives {"kernel": ..., name of another: ...}, functions to time."""
+    """contenders() allocates on the GPU and gives {"kernel": ..., name of another: ...}, functions to time. What they
+    compile, capture or prepare they do at their first call, so that one that fails does not take the others along."""
 
     kernel: str
     shape: str
@@ -87,15 +91,9 @@ def attention_training(shape: str, config: DSparkConfig, backward: bool) -> Case
         forward = {
             "kernel": lambda: kernels.block_attention(*inputs, at, at * 0),
             "reference": lambda: block_attention_reference.block_attention(*inputs, at, at * 0),
-            "flex_attention": _flex_attention(inputs, at, T),
+            "flex_attention": _flex_attention(inputs, at, at * 0),
         }
-        if not backward:
-            return forward
-        outs = {name: function() for name, function in forward.items()}
-        return {
-            name: lambda out=out: torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
-            for name, out in outs.items()
-        }
+        return {name: _backward(function, inputs) for name, function in forward.items()} if backward else forward
 
     what = f"{'backward' if backward else 'forward'}, {ANCHORS} blocks of {n}, context {T:,}"
     work = (10 if backward else 4) * d * config.num_attention_heads * pairs
@@ -108,27 +106,56 @@ def _attention_inputs(config: DSparkConfig, A: int, T: int, grad: bool) -> list[
     return [_randn(*s, grad=grad) for s in shapes]
 
 
-def _flex_attention(inputs, anchors: torch.Tensor, T: int) -> Callable:
-    """Compiled flex_attention over concatenated keys, with a block mask of what each block sees."""
+def _backward(function: Callable, inputs: list[torch.Tensor]) -> Callable:
+    """The backward pass of what `function` computes."""
+
+    @functools.cache
+    def forward():
+        out = function()
+        return out, torch.ones_like(out)
+
+    return lambda: torch.autograd.grad(forward()[0], inputs, forward()[1], retain_graph=True)
+
+
+def _flex_attention(inputs, anchors: torch.Tensor, starts: torch.Tensor) -> Callable:
+    """Compiled flex_attention with a block mask of what each block sees, which is made once. It takes one list of keys:
+    joining context and blocks is timed with it."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    n = inputs[0].shape[1]
+    n, T = inputs[0].shape[1], len(inputs[1])
 
     def seen(batch, head, row, key):
-        context = (key < T) & (key < anchors[row // n])
+        context = (key >= starts[row // n]) & (key < anchors[row // n])
         return context | (key >= T) & ((key - T) // n == row // n)
 
-    rows = len(anchors) * n
-    mask = create_block_mask(seen, None, None, rows, T + rows, device="cuda")
-    compiled = torch.compile(flex_attention)
+    @functools.cache
+    def compiled():
+        torch.compiler.reset()  # else the limit of recompilations leaves later shapes uncompiled
+        rows = len(anchors) * n
+        mask = create_block_mask(seen, None, None, rows, T + rows, device="cuda")
+        return functools.partial(torch.compile(flex_attention), block_mask=mask, enable_gqa=True)
 
     def run():
         q, context_k, context_v, block_k, block_v = inputs
         k, v = torch.cat([context_k, block_k.flatten(0, 1)]), torch.cat([context_v, block_v.flatten(0, 1)])
         q, k, v = (x.transpose(0, 1)[None] for x in (q.flatten(0, 1), k, v))
-        return compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        return compiled()(q, k, v)
 
     return run
+
+
+def _graphed(function: Callable) -> Callable:
+    """`function` as a CUDA graph: its launches without the time that Python takes between them."""
+
+    @functools.cache
+    def graph():
+        function()  # compiles, which a capture cannot
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            function()
+        return captured
+
+    return lambda: graph().replay()
 
 
 def attention_decoding(shape: str, config: DSparkConfig, B: int) -> Case:
@@ -143,6 +170,7 @@ def attention_decoding(shape: str, config: DSparkConfig, B: int) -> Case:
         return {
             "kernel": lambda: kernels.block_attention(*inputs, at, starts),
             "reference": lambda: block_attention_reference.block_attention(*inputs, at, starts),
+            "flex_attention": _flex_attention(inputs, at, starts),
         }
 
     work = 4 * d * config.num_attention_heads * visible_pairs(lengths, n)
@@ -159,6 +187,7 @@ def markov(shape: str, config: DSparkConfig, B: int) -> Case:
         args = (base, base, anchors, head, None, 0.0)
         return {
             "kernel": lambda: kernels.markov_decode(*args),
+            "kernel, CUDA graph": _graphed(lambda: kernels.markov_decode(*args)),
             "kernel, 64 candidates": lambda: kernels.markov_decode(*args, None, 64),
             "reference": lambda: markov_decode_reference.markov_decode(*args),
         }
@@ -191,12 +220,8 @@ def loss(shape: str, config: DSparkConfig) -> Case:
             return torch.autograd.grad(total, wanted)
 
         def products():
-            joint, features = torch.cat([head, w2], 1), torch.cat([hidden, m], 1).detach()
-            for rows in torch.arange(N, device="cuda").split(1024):
-                z = features[rows] @ joint.t()
-                target_hidden[rows] @ target_head.t()
-                z @ joint
-                z.t() @ features[rows, H:]
+            z, _ = torch.addmm(m @ w2.t(), hidden, head.t()), target_hidden @ target_head.t()
+            return z @ head, z @ w2, z.t() @ m
 
         def graded(function):
             return lambda: torch.autograd.grad(function(*args).loss, wanted)
@@ -224,6 +249,7 @@ def verification(shape: str, config: DSparkConfig, B: int) -> Case:
         drafts = logits[:, :n].argmax(-1)  # all right, so that every row is read
         return {
             "kernel": lambda: kernels.verify(logits, drafts),
+            "kernel, CUDA graph": _graphed(lambda: kernels.verify(logits, drafts)),
             "reference": lambda: verify_reference.verify(logits, drafts),
         }
 
@@ -235,8 +261,11 @@ def verification(shape: str, config: DSparkConfig, B: int) -> Case:
 
 def counted() -> pd.DataFrame:
     """One row a case: what it cannot do without."""
-    rows = [{"kernel": c.kernel, "shape": c.shape, "what": c.what, "flops": c.flops, "bytes": c.bytes} for c in cases()]
-    return pd.DataFrame(rows).assign(flops_per_byte=lambda t: t.flops / t.bytes)
+    return pd.DataFrame([_about(case) for case in cases()]).assign(flops_per_byte=lambda t: t.flops / t.bytes)
+
+
+def _about(case: Case) -> dict:
+    return {name: getattr(case, name) for name in ("kernel", "shape", "what", "flops", "bytes")}
 
 
 def _milliseconds(function: Callable) -> tuple[float, float, float]:
@@ -255,36 +284,56 @@ def ceilings() -> dict[str, float]:
     return {"flops": 2 * PRODUCT**3 / product * 1e3, "bytes": 2 * COPY / copy * 1e3}
 
 
+def _extra_mbytes(function: Callable) -> float:
+    """Peak memory of one call beyond what was held before it, without the buffer that timing needs. A CUDA graph has
+    none: it holds its memory from the capture on."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def _result(function: Callable) -> dict:
+    try:
+        function()  # compiles
+        extra = _extra_mbytes(function)
+        median, low, high = _milliseconds(function)
+    except Exception as error:  # of any kind: the other rows are worth having
+        return {"error": _line(error)}
+    return {"milliseconds": median, "low": low, "high": high, "extra_mbytes": extra}
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def measured() -> pd.DataFrame:
-    """One row a case and contender; NaN where one ran out of memory. Times are those of calls, launches included."""
+    """One row a case and contender, with the error of one that failed. Times are those of calls, launches included."""
+    os.environ["DSPARK_KERNELS"] = "triton"  # else a user's setting would have the reference timed as the kernel
     ceiling, rows = ceilings(), []
     for case in cases():
-        for name, function in case.contenders().items():
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            try:
-                median, low, high = _milliseconds(function)
-            except torch.cuda.OutOfMemoryError:
-                median = low = high = float("nan")
-            seconds = median / 1e3
-            shares = {unit: getattr(case, unit) / seconds / ceiling[unit] for unit in ("flops", "bytes")}
-            rows.append({
-                "kernel": case.kernel, "shape": case.shape, "what": case.what, "contender": name,
-                "flops": case.flops, "bytes": case.bytes, "milliseconds": median, "low": low, "high": high,
-                "tflops": case.flops / seconds / 1e12, "gbytes_per_s": case.bytes / seconds / 1e9,
-                "share_of_ceiling": max(shares.values()), "ceiling": max(shares, key=shares.get),
-                "extra_mbytes": (torch.cuda.max_memory_allocated() - before) / 1e6,
-            })  # fmt: skip
-        torch.cuda.empty_cache()
-    table = pd.DataFrame(rows)
+        try:
+            torch.cuda.empty_cache()
+            results = {name: _result(function) for name, function in case.contenders().items()}
+        except Exception as error:  # no room for the inputs, say
+            results = {"kernel": {"error": _line(error)}}
+        rows += [_about(case) | {"contender": name} | result for name, result in results.items()]
+    blank = dict.fromkeys(("milliseconds", "low", "high", "extra_mbytes"), float("nan")) | {"error": ""}
+    table = pd.DataFrame([blank | row for row in rows])
+    seconds = table.milliseconds / 1e3
+    least = pd.DataFrame({unit: table[unit] / ceiling[unit] for unit in ceiling})  # seconds, at either ceiling
     ours = table[table.contender == "kernel"].set_index(["kernel", "shape", "what"]).milliseconds
     times = ours.reindex(table.set_index(["kernel", "shape", "what"]).index).to_numpy()
-    return table.assign(times_the_kernels=table.milliseconds / times, **{f"ceiling_{k}": v for k, v in ceiling.items()})
+    return table.assign(
+        tflops=table.flops / seconds / 1e12, gbytes_per_s=table.bytes / seconds / 1e9,
+        share_of_ceiling=least.max(axis=1) / seconds, ceiling=least.idxmax(axis=1),
+        times_the_kernels=table.milliseconds / times, **{f"ceiling_{k}": v for k, v in ceiling.items()},
+    )  # fmt: skip
 
 
 def roofline(table: pd.DataFrame) -> plots.Plot:
     """Achieved FLOP/s of the kernels against FLOPs a byte, under both measured ceilings."""
-    ours = table[(table.contender == "kernel") & (table.flops > 0)].assign(intensity=lambda t: t.flops / t.bytes)
+    ours = table[(table.contender == "kernel") & (table.tflops > 0)].assign(intensity=lambda t: t.flops / t.bytes)
     with mpl.rc_context(plots.STYLE):
         figure = Figure((plots.COLUMN, 2.6))
         ax = figure.subplots()

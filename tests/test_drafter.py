@@ -4,11 +4,14 @@ import itertools
 
 import pytest
 import torch
-from tiny import HIDDEN, VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
+from tiny import HIDDEN, VOCAB, packed_row, tiny_config, tiny_drafter, tiny_model, tiny_target
 from twin import twin_heads, twin_hidden
 
+import dspark.drafter
 from dspark.anchors import MicroBatch, sample_anchors, supervision
+from dspark.decode import answer
 from dspark.drafter import DSparkDrafter, vocabulary_maps
+from dspark.target import Target
 from dspark.train import TrainConfig, drafter_loss
 
 KEPT = torch.arange(0, VOCAB, 3)
@@ -352,3 +355,66 @@ def test_a_pruned_head_is_its_rows_of_the_targets_and_shares_nothing(toy):
     assert torch.equal(whole.lm_head.weight, toy.lm_head)
     with pytest.raises(ValueError, match=r"LM head is \(14, 32\), this drafter wants \(13, 32\)"):
         DSparkDrafter(tiny_config(draft_vocab_size=13)).adopt_target(toy.embed_tokens, toy.lm_head, KEPT)
+
+
+# ---- through the kernels: natively on a GPU, elsewhere under Triton's interpreter
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # of lanes that are masked
+def test_training_and_answering_through_the_kernels_equal_the_reference(monkeypatch):
+    """Loss and gradients of a micro-batch, a greedy answer, and a sampled one, whose drafts the reference is given: it
+    draws by other noise. All four kernels were launched."""
+    from kernel_runs import DEVICE, kernels
+
+    from dspark.kernels import acceptance_loss_triton, block_attention_triton, markov_decode_triton, verify_triton
+
+    toy = Target(tiny_model().to(DEVICE), None, "tiny", (0, 2))
+    drafter = tiny_drafter(toy, 3, KEPT, sliding_layers=(1,), sliding_window=6).to(DEVICE)
+    row = packed_row([11, 7])
+    row = type(row)(*(tensor.to(DEVICE) for tensor in row))
+    anchors = torch.tensor([0, 1, 5, 9, 11, 12, 16], device=DEVICE)
+    labels, supervised = supervision(row, anchors, 4)
+    batch = MicroBatch(row, anchors, labels, supervised, supervised.float())
+    config = TrainConfig(ce_weight=0.3, l1_weight=0.4, kl_weight=0.7, detach_confidence=False, dtype="float32")
+
+    @torch.enable_grad()
+    def trained():
+        loss, log = drafter_loss(drafter, toy.lm_head[KEPT], batch, float(supervised.sum()), config)
+        drafter.zero_grad()
+        loss.backward()
+        return log, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}
+
+    def answered(**sampling):
+        got = answer(toy, drafter, [8], 4, 12, **sampling)
+        return got.tokens, got.drafted, got.accepted
+
+    drawn, draw, sampling = [], dspark.drafter.markov_decode, {"temperature": 0.8, "seed": 1}
+
+    def record(*inputs):
+        drawn.append(draw(*inputs))
+        return drawn[-1]
+
+    def replay(base, hidden, anchors, head, d2t, temperature, seeds):
+        draft = drawn.pop(0)
+        previous = torch.cat([anchors[:, None], draft.tokens[:, :-1]], 1)
+        torch.testing.assert_close(draft.logits, (base + head.bias(head.markov_w1(previous))) / temperature, **TIGHT)
+        return draft
+
+    with (
+        kernels(block_attention_triton, "_forward", "_backward_q", "_backward_kv"),
+        kernels(acceptance_loss_triton, "_rows"),
+        kernels(markov_decode_triton, "_position"),
+        kernels(verify_triton, "_verify"),
+    ):
+        (log, gradients), greedy = trained(), answered()
+        monkeypatch.setattr(dspark.drafter, "markov_decode", record)
+        sampled = answered(**sampling)
+    monkeypatch.setenv("DSPARK_KERNELS", "reference")
+    monkeypatch.setattr(dspark.drafter, "markov_decode", replay)
+    assert sampled == answered(**sampling) and drawn == []
+    monkeypatch.setattr(dspark.drafter, "markov_decode", draw)
+    assert greedy == answered() and any(greedy[2]) and any(sampled[2])  # some drafts were accepted
+    wanted, exact = trained()
+    assert log == pytest.approx(wanted, rel=1e-5)
+    for name, gradient in exact.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)

@@ -7,9 +7,7 @@ from twin import dense_attention, seen
 
 from dspark.kernels import block_attention
 from dspark.kernels import block_attention_reference as reference
-
-triton = pytest.importorskip("triton", reason="Triton is published for Linux only")
-from dspark.kernels import block_attention_triton as kernel  # noqa: E402
+from dspark.kernels import block_attention_triton as kernel
 
 CASES = {
     "one document": ([20], [1, 4, 9, 19]),
@@ -127,6 +125,15 @@ def test_the_kernel_repeats_itself_and_passes_gradcheck():
         assert torch.autograd.gradcheck(
             of_values, values, eps=0.5, atol=1e-3, fast_mode=True, check_undefined_grad=False
         )
+
+
+@pytest.mark.parametrize("choice", ["triton", "reference"])
+def test_no_block_at_all_is_one_clear_error(choice, monkeypatch):
+    monkeypatch.setenv("DSPARK_KERNELS", choice)
+    inputs, anchors, starts, _ = problem([9], [4], 2, 2, 1, 4)
+    q, context_k, context_v, block_k, block_v = inputs
+    with pytest.raises(ValueError, match="no anchor"):
+        block_attention(q[:0], context_k, context_v, block_k[:0], block_v[:0], anchors[:0], starts[:0])
 
 
 def test_autograd_and_the_compiler_see_one_operator():

@@ -1,12 +1,17 @@
-"""What the benchmark counts, and that it times nothing without a GPU."""
+"""What the benchmark counts, how it tabulates and draws, and that it times nothing without a GPU."""
 
+import json
+import math
+import os
+
+import pandas as pd
 import pytest
 import torch
 from twin import seen
 
-from dspark import bench_kernels
+from dspark import bench_kernels, plots
 from dspark.__main__ import main
-from dspark.bench_kernels import visible_pairs
+from dspark.bench_kernels import Case, visible_pairs
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -31,3 +36,48 @@ def test_without_a_gpu_it_counts_and_says_so(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "nothing was timed" in said and "Kimi-K2.6" in said and "millisec" not in said
     assert not list(tmp_path.iterdir())
+
+
+def fail():
+    raise RuntimeError("no room\nfor it")
+
+
+def synthetic_table(monkeypatch) -> pd.DataFrame:
+    """`measured()` with invented times, 2 ms a call: no measurement, and nothing of it runs on a GPU."""
+
+    def invented(function):
+        assert os.environ["DSPARK_KERNELS"] == "triton"
+        function()
+        return 2.0, 1.0, 3.0
+
+    two = {"kernel": lambda: None, "reference": fail}
+    made_up = [Case("a", "toy", "half of the product's rate", 10**9, 10**6, lambda: two),
+               Case("b", "toy", "half of the copy's rate", 10**6, 10**9, lambda: {"kernel": lambda: None}),
+               Case("c", "toy", "inputs do not fit", 10**6, 10**6, fail)]  # fmt: skip
+    monkeypatch.setenv("DSPARK_KERNELS", "reference")
+    for name, stand_in in (("cases", lambda: made_up), ("ceilings", lambda: {"flops": 1e12, "bytes": 1e12}),
+                           ("_extra_mbytes", lambda function: 0.0), ("_milliseconds", invented)):  # fmt: skip
+        monkeypatch.setattr(bench_kernels, name, stand_in)
+    return bench_kernels.measured()
+
+
+def test_a_contender_that_fails_leaves_its_error_and_the_others_rows(monkeypatch):
+    table = synthetic_table(monkeypatch).set_index(["kernel", "contender"])
+    assert table.error.to_dict() == {
+        ("a", "kernel"): "", ("a", "reference"): "RuntimeError: no room", ("b", "kernel"): "",
+        ("c", "kernel"): "RuntimeError: no room",
+    }  # fmt: skip
+    for name, unit in (("a", "flops"), ("b", "bytes")):
+        row = table.loc[name, "kernel"]
+        assert (row.share_of_ceiling, row.ceiling, row.times_the_kernels) == (0.5, unit, 1)
+    assert table.loc["a", "kernel"].tflops == 0.5 and table.loc["b", "kernel"].gbytes_per_s == 500
+    assert all(math.isnan(table.loc[at, "milliseconds"]) for at in (("a", "reference"), ("c", "kernel")))
+
+
+def test_the_roofline_of_a_synthetic_table_is_drawn_and_saved(monkeypatch, tmp_path):
+    plot = bench_kernels.roofline(synthetic_table(monkeypatch))
+    plots.save(plot, "kernels_roofline", tmp_path, {"gpu": "none: synthetic numbers, no measurement"})
+    written = {ending: tmp_path / f"kernels_roofline.{ending}" for ending in ("pdf", "png", "csv", "json")}
+    assert all(path.stat().st_size for path in written.values())
+    assert pd.read_csv(written["csv"]).kernel.tolist() == ["a", "b"]
+    assert "synthetic" in json.loads(written["json"].read_text())["run"]["gpu"]

@@ -10,7 +10,7 @@ import pytest
 
 from dspark.paths import ROOT
 
-pytest.importorskip("triton", reason="Triton is published for Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 SHARED_LIMIT = 227 * 1024  # bytes that one program may have on an H200
 KERNELS = {"_forward", "_backward_q", "_backward_kv", "_position", "_rows", "_verify"}
 

@@ -7,10 +7,14 @@ from kernel_runs import DEVICE, DTYPES, assert_near, fresh_generator, kernels
 from tiny import tiny_config
 
 from dspark.heads import MarkovHead
-from dspark.kernels import markov_decode, markov_decode_reference, verify, verify_reference
-
-triton = pytest.importorskip("triton", reason="Triton is published for Linux only")
-from dspark.kernels import markov_decode_triton, verify_triton  # noqa: E402
+from dspark.kernels import (
+    markov_decode,
+    markov_decode_reference,
+    markov_decode_triton,
+    verify,
+    verify_reference,
+    verify_triton,
+)
 
 # numpy warns where the interpreter computes in masked lanes what is then thrown away
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -34,10 +38,12 @@ def markov_problem(B, n, D, rank, extra, dtype=torch.float32, kind="vanilla"):
     return base.to(DEVICE, dtype), hidden.to(DEVICE, dtype), anchors.to(DEVICE), head, d2t
 
 
-def markov_twin(base, anchors, head, d2t, tokens):
-    """Logits [B, n, D] and W1's rows [B, n, r] in float64 along given tokens."""
+def markov_twin(base, anchors, head, d2t, tokens, candidates=None):
+    """Logits [B, n, D] and W1's rows [B, n, r] in float64 along given tokens; -inf where no candidate is."""
     w1, w2 = (w.detach().double().cpu() for w in (head.markov_w1.weight, head.markov_w2.weight))
     previous = torch.cat([anchors[:, None], tokens[:, :-1]], 1).cpu()
+    likely = base.topk(candidates or base.shape[-1], -1)
+    base = torch.full_like(base, -torch.inf).scatter_(-1, likely.indices, likely.values)
     return base.double().cpu() + w1[previous] @ w2.T, w1[previous]
 
 
@@ -70,9 +76,7 @@ def test_greedy_markov_tokens_are_the_argmax_of_their_own_context(B, n, D, rank,
     with kernels(markov_decode_triton, "_position") as launches, torch.no_grad():
         got = markov_decode(base, hidden, anchors, head, d2t, candidates=candidates)
     assert launches["_position"] == n
-    scores, embeddings = markov_twin(base, anchors, head, d2t, got.tokens)
-    if candidates:
-        scores = scores.where(base.cpu() >= base.cpu().topk(candidates, -1).values[..., -1:], -torch.inf)
+    scores, embeddings = markov_twin(base, anchors, head, d2t, got.tokens, candidates)
     drafted = got.tokens if d2t is None else torch.searchsorted(d2t + torch.arange(D, device=DEVICE), got.tokens)
     check_tokens(drafted, scores, 1e-4)
     assert_near(got.chosen, scores.gather(-1, drafted[..., None].cpu())[..., 0], dtype)
@@ -84,26 +88,28 @@ def test_greedy_markov_tokens_are_the_argmax_of_their_own_context(B, n, D, rank,
         assert_near(got.chosen, plain.chosen)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("candidates", [None, 7])
 @pytest.mark.parametrize("B, n, D, extra", [(1, 3, 71, 20), (3, 2, 37, 0)])
-def test_sampled_markov_tokens_are_gumbel_maxima_of_their_own_seeds(B, n, D, extra):
-    base, hidden, anchors, head, d2t = markov_problem(B, n, D, 8, extra)
+def test_sampled_markov_tokens_are_gumbel_maxima_of_their_own_seeds(B, n, D, extra, candidates, dtype):
+    base, hidden, anchors, head, d2t = markov_problem(B, n, D, 8, extra, dtype)
     seeds = torch.tensor([5, 2**40 + 3, 77], device=DEVICE)[:B]
     with kernels(markov_decode_triton, "_position"), torch.no_grad():
-        got, again = (markov_decode(base, hidden, anchors, head, d2t, 0.7, seeds) for _ in range(2))
+        got, again = (markov_decode(base, hidden, anchors, head, d2t, 0.7, seeds, candidates) for _ in range(2))
         last = slice(B - 1, B)
-        alone = markov_decode(base[last], hidden[last], anchors[last], head, d2t, 0.7, seeds[last])
+        alone = markov_decode(base[last], hidden[last], anchors[last], head, d2t, 0.7, seeds[last], candidates)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     assert torch.equal(got.tokens[last], alone.tokens)  # whatever else is in the batch
-    scores, _ = markov_twin(base, anchors, head, d2t, got.tokens)
+    scores, _ = markov_twin(base, anchors, head, d2t, got.tokens, candidates)
     finite = torch.isfinite(scores)
     assert torch.equal(torch.isfinite(got.logits.cpu()), finite)
-    assert_near(got.logits.cpu()[finite], scores[finite] / 0.7)
+    assert_near(got.logits.cpu()[finite], scores[finite] / 0.7, dtype)
     noise = np.stack([philox_uniforms(seed, n * D).reshape(n, D) for seed in seeds.tolist()])
     with np.errstate(divide="ignore"):
         gumbel = torch.from_numpy(-np.log(-np.log(noise)))
     drafted = got.tokens if d2t is None else torch.searchsorted(d2t + torch.arange(D, device=DEVICE), got.tokens)
     check_tokens(drafted, scores / 0.7 + gumbel, 1e-3)
-    assert_near(got.chosen, scores.gather(-1, drafted[..., None].cpu())[..., 0])
+    assert_near(got.chosen, scores.gather(-1, drafted[..., None].cpu())[..., 0], dtype)
 
 
 def test_ties_and_hopeless_rows_go_to_the_lowest_id():
@@ -115,6 +121,21 @@ def test_ties_and_hopeless_rows_go_to_the_lowest_id():
     with kernels(markov_decode_triton, "_position"), torch.no_grad():
         assert markov_decode(base, hidden, anchors, head).tokens.tolist() == [[11, 0, 0]]
     assert markov_decode_reference.markov_decode(base, hidden, anchors, head).tokens.tolist() == [[11, 0, 0]]
+
+
+def test_of_equal_candidates_kernel_and_reference_keep_the_same():
+    base, hidden, anchors, head, _ = markov_problem(2, 3, 90, 8, 0)
+    base.fill_(-1.0)
+    base[:, :, 40] = 0.0  # one is better, the other five are any of 89 equal ones
+    with kernels(markov_decode_triton, "_position"), torch.no_grad():
+        greedy = markov_decode(base, hidden, anchors, head, candidates=6)
+        sampled = markov_decode(base, hidden, anchors, head, None, 1.0, anchors, 6)
+    with torch.no_grad():
+        plain = markov_decode_reference.markov_decode(base, hidden, anchors, head, candidates=6)
+        drawn = markov_decode_reference.markov_decode(base, hidden, anchors, head, None, 1.0, anchors, 6)
+    assert torch.equal(greedy.tokens, plain.tokens)
+    assert torch.equal(sampled.logits.isfinite(), drawn.logits.isfinite())
+    assert (sampled.logits.isfinite().sum(-1) == 6).all() and sampled.logits[:, :, 40].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
@@ -204,11 +225,12 @@ def a_likely_other(accepted, following, logits, drafts, lengths, temperature, un
 SHAPES = [(3, 4, 50, None), (2, 1, 1500, 1000), (1, 7, 131, 40), (5, 2, 16, 16), (2, 0, 30, None), (1, 16, 20, None)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("B, n, V, kept", SHAPES)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_greedy_verification_keeps_the_matching_prefix(B, n, V, kept, ragged, implementation):
-    logits, drafts, rows, *_ = verify_problem(B, n, V, kept)
+def test_greedy_verification_keeps_the_matching_prefix(B, n, V, kept, ragged, implementation, dtype):
+    logits, drafts, rows, *_ = verify_problem(B, n, V, kept, dtype)
     real = rows >= 0 if ragged else torch.ones_like(rows, dtype=torch.bool)
     options = {"rows": rows} if ragged else {}
     given = logits[real] if ragged else logits
@@ -225,11 +247,12 @@ def test_greedy_verification_keeps_the_matching_prefix(B, n, V, kept, ragged, im
         assert (int(got.accepted[i]), int(got.following[i])) == (k, choice[k])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("B, n, V, kept", SHAPES)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_sampled_verification_is_that_of_float64(B, n, V, kept, certain, implementation):
-    logits, drafts, rows, uniforms, q, to_draft = verify_problem(B, n, V, kept)
+def test_sampled_verification_is_that_of_float64(B, n, V, kept, certain, implementation, dtype):
+    logits, drafts, rows, uniforms, q, to_draft = verify_problem(B, n, V, kept, dtype)
     q, to_draft = (None, None) if certain else (q, to_draft)
     packed = (logits[rows >= 0], drafts, rows, 0.8, uniforms, q, to_draft)
     if implementation == "triton":
@@ -248,12 +271,17 @@ def test_sampled_verification_is_that_of_float64(B, n, V, kept, certain, impleme
 
 
 def test_the_verify_kernel_at_the_edges():
-    """Ties in two shares of a row, p equal to q, a certain target, uniforms 0 and just below 1."""
+    """Ties in two shares of a row, a row of -inf, p equal to q, a certain target, uniforms 0 and just below 1."""
     logits = torch.full((1, 3, 2600), -10.0, device=DEVICE)
     logits[0, :, [2100, 700]] = 5.0
+    hopeless = torch.cat([logits[:, :1], torch.full_like(logits[:, 1:], -torch.inf)], 1)
     with kernels(verify_triton, "_verify"):
         got = verify(logits, torch.tensor([[700, 2100]], device=DEVICE))
         assert (got.accepted.tolist(), got.following.tolist()) == ([1], [700])
+        for second, accepted in ((0, 2), (1, 1)):  # id 0 is the argmax of a row of -inf
+            drafts = torch.tensor([[700, second]], device=DEVICE)
+            for got in (verify(hopeless, drafts), verify_reference.verify(hopeless, drafts)):
+                assert (got.accepted.tolist(), got.following.tolist()) == ([accepted], [0])
         row = torch.tensor([0.0, 1.0, 2.0, -torch.inf, 1.0], device=DEVICE)
         same, drafts = row.expand(2, 3, 5).contiguous(), torch.tensor([[2, 1]] * 2, device=DEVICE)
         q = row.softmax(-1).expand(2, 2, 5).contiguous()
@@ -263,6 +291,47 @@ def test_the_verify_kernel_at_the_edges():
         sure[0, :, 3] = 1.0
         got = verify(sure, drafts[:1, :1], None, 1.0, uniforms[1:, :2], q[:1, :1])
         assert (got.accepted.tolist(), got.following.tolist()) == ([0], [3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_cuda_graph_of_drafting_and_verification_follows_its_inputs(temperature):
+    """Captured once, replayed on other inputs: what the same calls give without a graph, and the reference's tokens."""
+    first, other = (markov_problem(3, 4, 300, 16, 40) for _ in range(2))
+    base, hidden, anchors, head, d2t = first
+    seeds, uniforms = torch.arange(3, device=DEVICE), torch.rand(3, 5, device=DEVICE)
+    logits = torch.randn(3, 5, 340, device=DEVICE)
+    to_draft = torch.full((340,), -1, device=DEVICE)
+    to_draft[torch.arange(300, device=DEVICE) + d2t] = torch.arange(300, device=DEVICE)
+
+    @torch.no_grad()
+    def step():
+        drafted = markov_decode(base, hidden, anchors, head, d2t, temperature, seeds)
+        q = drafted.logits.softmax(-1) if temperature else None
+        verified = verify(logits, drafted.tokens, None, temperature, uniforms, q, to_draft if temperature else None)
+        return drafted, q, verified
+
+    with kernels(markov_decode_triton, "_position"), kernels(verify_triton, "_verify"):
+        step()  # compiles, which a capture cannot
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            drafted, q, verified = step()
+        base.copy_(other[0])
+        anchors.copy_(other[2])
+        seeds.add_(7)
+        uniforms.copy_(torch.rand_like(uniforms))
+        logits.copy_(torch.randn_like(logits)).scatter_(-1, step()[0].tokens[:, :1, None], 9.0)  # a likely first draft
+        plain = step()
+        graph.replay()
+    for got, wanted in zip((*drafted, q, *verified), (*plain[0], plain[1], *plain[2]), strict=True):
+        assert (got is None) == (wanted is None) and (got is None or torch.equal(got, wanted))
+    rest = (None, temperature, uniforms, q, to_draft if temperature else None)
+    for got, wanted in zip(verified, verify_reference.verify(logits, drafted.tokens, *rest), strict=True):
+        assert torch.equal(got, wanted)
+    if not temperature:  # at others kernel and reference draw by other noise
+        with torch.no_grad():
+            reference = markov_decode_reference.markov_decode(base, hidden, anchors, head, d2t)
+        assert torch.equal(drafted.tokens, reference.tokens)
 
 
 def test_a_forced_choice_is_obeyed_or_refused(monkeypatch):

@@ -6,9 +6,7 @@ from kernel_runs import DEVICE, DTYPES, RELATIVE, assert_near, fresh_generator, 
 from test_losses import MIXES, twin
 
 from dspark.kernels import acceptance_loss, acceptance_loss_reference
-
-triton = pytest.importorskip("triton", reason="Triton is published for Linux only")
-from dspark.kernels import acceptance_loss_triton as kernel  # noqa: E402
+from dspark.kernels import acceptance_loss_triton as kernel
 
 # numpy warns where the interpreter computes in masked lanes what is then thrown away
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -16,9 +14,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 GRADIENTS = ("hidden", "m", "lm_head", "w2")
 
 
-def problem(N, U, D, H, rank, trained_head=False, dtype=torch.float32, distance=0.5) -> dict:
+def problem(N, U, D, H, rank, trained_head=False, dtype=torch.float32, distance=0.5, seed=None) -> dict:
     """N slots that look at U target positions; a third of the labels outside the draft vocabulary; rank 0: no head."""
-    generator = fresh_generator()
+    generator = fresh_generator() if seed is None else torch.Generator().manual_seed(seed)
 
     def randn(*shape):
         return torch.randn(shape, generator=generator)
@@ -122,12 +120,17 @@ def test_saturated_rows_and_ties():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [0, 8])
 @pytest.mark.parametrize("mix", [MIXES["l1"], MIXES["kl"], MIXES["all"]], ids=["l1", "kl", "all"])
-def test_gradients_stay_exact_at_high_acceptance(mix, dtype):
-    """Pitfall 31: overlap near 0.98; the gradient of the hidden states is within 1% of float64, in bfloat16 too."""
-    given = problem(8, 8, 1024, 64, 0, dtype=dtype, distance=0.02)
+def test_gradients_stay_exact_at_high_acceptance(mix, rank, dtype):
+    """Pitfall 31: overlap near 0.98; all gradients are within 1% of float64, those of the states row by row, in
+    bfloat16 too. One seed: sign(q - p) of a token whose q and p differ by less than float32 tells is a coin toss."""
+    given = problem(8, 8, 1024, 64, rank, dtype=dtype, distance=0.02, seed=0)
     (*_, c_star, _), gradients = exact(given, mix)
     assert 0.95 < float(c_star.detach().mean()) < 0.995
     _, mine = run(given, mix, 1)
-    error = (mine["hidden"].double().cpu() - gradients["hidden"]).norm(dim=1) / gradients["hidden"].norm(dim=1)
-    assert float(error.max()) < 0.01
+    assert mine.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        dim = None if name == "w2" else 1
+        error = (mine[name].double().cpu() - gradient).norm(dim=dim) / gradient.norm(dim=dim)
+        assert float(error.max()) < 0.01, name

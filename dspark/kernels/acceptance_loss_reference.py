@@ -1,6 +1,7 @@
 """The acceptance loss, the PyTorch reference: CE, L1, KL of the drafts, their overlap c* (DSpark paper, section 3.3).
 
-It takes its gradient in the forward pass, in chunks: draft logits of all slots never exist at once.
+It takes its gradient in the forward pass, in chunks: draft logits of all slots never exist at once. The target's do, in
+the dtype of its hidden states: [U, D], once a position however many blocks look at it (the kernel keeps none).
 Shapes: N supervised slots, U target positions that they look at, H hidden, r Markov rank, D draft vocabulary.
 Floor: the LM head's products, 2 U H D + 4 N (H + r) D FLOPs with a frozen head.
 """

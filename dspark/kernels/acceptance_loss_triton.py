@@ -1,7 +1,7 @@
 """The acceptance loss on a GPU: matrix products in chunks of rows, and one Triton kernel between them.
 
-With z the draft logits (LM head and Markov bias in one product), q = softmax(z), p = softmax(t) the target restricted
-to the draft vocabulary, s = sign(q - p), e the one-hot label and known = [the label is in the draft vocabulary]:
+With z the draft logits, q = softmax(z), p = softmax(t) the target restricted to the draft vocabulary, s = sign(q - p),
+e the one-hot label and known = [the label is in the draft vocabulary]:
 
     CE = -known log q(label)        dCE/dz = known (q - e)
     L1 = sum |q - p|                dL1/dz = q (s - <q, s>)
@@ -14,8 +14,11 @@ then dz, rounded once to the dtype of the products that turn it into gradients o
 The target's logits are computed in the chunk for its own rows, again where blocks overlap, and never kept.
 
 Floor: the products, 2 N H D (target) + 4 N (H + r) D FLOPs, 2 N r D more for W2 and 2 N H D for an LM head that is
-trained; the kernel adds 8 bytes read two or three times and 2 or 4 written a logit. Memory: 10 or 12 bytes a logit of
-one chunk, and head and W2 side by side.
+trained; the kernel adds 8 bytes read two or three times and 2 or 4 written a logit.
+
+Memory beside the inputs, counted: z, t and dz of one chunk, in bfloat16 10 bytes a logit (D = 32,000: 164 MB); and the
+gradients, of hidden and m in their dtype, of W2 and a trained head in float32 (Kimi-K2.6's N = 3,584, H = 7,168 and
+r = 256 with a frozen head: 86 MB), twice while backward scales them. A head of another dtype than hidden is copied.
 """
 
 import torch
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from dspark.kernels.acceptance_loss_reference import LossTerms
 
-CHUNK = 1024  # rows: enough for the products to run at full rate; 0.3 GB at D = 32,000
+CHUNK = 512  # rows: 512 FLOPs a byte of the heads that each product reads, where an H200 balances at some 200
 
 
 @triton.jit
@@ -89,48 +92,49 @@ def _rows(Z, T, LABELS, WEIGHTS, DZ, CE, L1, KL, GREEDY, D, ce_weight, l1_weight
     tl.store(KL + row, tl.sum(kl, 0))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, without rounding the sums to a's dtype."""
-    return torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+def _product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """out <- beta out + a @ b, out float32, without rounding the sums to a's dtype; beta 0 does not read out."""
+    rounding = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
+    torch.addmm(out, a, b, beta=beta, out=out, **rounding)
 
 
 class _AcceptanceLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, features, head, w2, target_hidden, target_head, index, labels, weights, mix):
-        N, D, H = len(features), len(head), head.shape[1]
-        joint = (head if w2 is None else torch.cat([head, w2], 1)).to(features.dtype)  # one product for U_k + B_k
-        target_head = target_head.to(target_hidden.dtype)
-        first_trained = 0 if head.requires_grad else H
-        grad_features = torch.empty_like(features)
-        grad_joint = joint.new_zeros(D, joint.shape[1] - first_trained, dtype=torch.float32)
-        ce, l1, kl, greedy = (torch.empty(N, device=features.device) for _ in range(4))
+    def forward(ctx, hidden, head, m, w2, target_hidden, target_head, index, labels, weights, mix):
+        N, D = len(hidden), len(head)
+        states, heads = ([hidden], [head]) if m is None else ([hidden, m], [head, w2])
+        grad_states = [torch.empty_like(x) for x in states]
+        grad_heads = [torch.zeros_like(w, dtype=torch.float32) if w.requires_grad else None for w in heads]
+        heads, target_head = [w.to(hidden.dtype) for w in heads], target_head.to(target_hidden.dtype)
+        ce, l1, kl, greedy = (torch.empty(N, device=hidden.device) for _ in range(4))
         BD = min(4096, triton.next_power_of_2(D))
         for start in range(0, N, CHUNK):
             rows = slice(start, min(start + CHUNK, N))
-            z = _product(features[rows], joint.t())
-            t = _product(target_hidden[index[rows]], target_head.t())
-            dz = torch.empty_like(z, dtype=features.dtype)
+            z, t = (ce.new_empty(rows.stop - start, D) for _ in range(2))
+            dz = torch.empty_like(z, dtype=hidden.dtype)
+            for i, (x, w) in enumerate(zip(states, heads, strict=True)):
+                _product(z, x[rows], w.t(), beta=i)  # U_k, then + B_k
+            _product(t, target_hidden[index[rows]], target_head.t(), beta=0)
             _rows[len(z),](
                 z, t, labels[rows], weights[rows], dz, ce[rows], l1[rows], kl[rows], greedy[rows], D, *mix,
                 WITH_L1=mix[1] != 0, BD=BD, num_warps=8 if BD == 4096 else 4,
             )  # fmt: skip
-            torch.mm(dz, joint, out=grad_features[rows])
-            if grad_joint.shape[1]:
-                grad_joint += _product(dz.t(), features[rows, first_trained:])
+            for x, w, grad_x, grad_w in zip(states, heads, grad_states, grad_heads, strict=True):
+                torch.mm(dz, w, out=grad_x[rows])
+                if grad_w is not None:
+                    _product(grad_w, dz.t(), x[rows], beta=1)
+            del z, t, dz  # before the next chunk's are allocated
         c_star = 1 - 0.5 * l1
         total = mix[0] * ce + mix[1] * l1 + mix[2] * kl
-        ctx.save_for_backward(grad_features, grad_joint)
-        ctx.widths = (H - first_trained, w2 is not None)
+        pairs = zip(grad_states, grad_heads, strict=True)
+        ctx.save_for_backward(*(gradient for pair in pairs for gradient in pair))
         ctx.mark_non_differentiable(ce, l1, c_star, greedy)
         return (total * weights).sum(), ce, l1, c_star, greedy
 
     @staticmethod
     def backward(ctx, grad, *unused):
-        grad_features, grad_joint = ctx.saved_tensors
-        trained, markov = ctx.widths
-        head = grad * grad_joint[:, :trained] if trained else None
-        w2 = grad * grad_joint[:, trained:] if markov else None
-        return (grad_features * grad.to(grad_features.dtype), head, w2, *[None] * 6)
+        gradients = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        return (*gradients, *[None] * (10 - len(gradients)))
 
 
 def acceptance_loss(
@@ -149,10 +153,9 @@ def acceptance_loss(
     kl_weight: float = 0.0,
 ) -> LossTerms:
     """As the reference; where a target gives a token no mass at all, KL's term is 0, whatever the draft says."""
-    features = hidden if m is None else torch.cat([hidden, m.to(hidden.dtype)], -1)
-    mix = (ce_weight, l1_weight, kl_weight)
+    m, mix = None if m is None else m.to(hidden.dtype), (ce_weight, l1_weight, kl_weight)
     with torch.autocast(hidden.device.type, enabled=False):
         terms = _AcceptanceLoss.apply(
-            features, lm_head, w2, target_hidden.detach(), target_head.detach(), index, labels, weights, mix
+            hidden, lm_head, m, w2, target_hidden.detach(), target_head.detach(), index, labels, weights, mix
         )
     return LossTerms(terms[0] / normaliser, *terms[1:4], terms[4] > 0)

@@ -2,7 +2,8 @@
 
 logits_k = U_k + B(x_{k-1}), x_0 the anchor; x_k = argmax logits_k, or a draw from q_k = softmax(logits_k / T) as
 argmax (logits_k / T + g), g Gumbel noise (DSpark paper, section 3.1). Shapes: B requests, n drafts, H hidden, r Markov
-rank, V target and D draft vocabulary.
+rank, V target and D draft vocabulary. Floor: W2 [D, r] and U once a position, and of W1 [V, r] a row a request;
+2 B n D r FLOPs.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,8 @@ def markov_decode(
 
     head: a dspark.heads.MarkovHead, or None for U alone; d2t [D]: offsets from draft to target ids, None where they are
     the same. temperature 0 is greedy, the lowest id winning ties; above 0 each request draws by its own seed, seeds [B]
-    int64. candidates: bias and choose among that many likeliest tokens of U_k only.
+    int64. candidates: bias and choose among that many likeliest tokens of U_k only. base, hidden and the head have one
+    float dtype; the bias is added, and the token chosen, in float32. anchors and d2t are int64.
     """
     if candidates is not None:
         likely = base.topk(candidates, -1)

@@ -11,7 +11,9 @@ word: no reduction in between, no synchronisation, nothing that a CUDA graph cou
 The base logits come from one product over all positions, which reads the LM head once; a kernel that took hidden
 states instead would read it n times. u is Philox noise of (the request's seed, k D + c), whatever else is in the batch.
 
-Floor: W2 and U once a position, and of W1 a row a request. At r = 256 W2 is 256 times U, and stays in the cache.
+Floor: W2 and U once a position, and of W1 a row a request. W2 is r / B times U. Where it stays in the cache from one
+position to the next (r = 256, D = 32,000: 16 MB in bfloat16; an H200's L2 has 50 MB, Qwen3's W2 78 MB), memory is read
+less than the floor says, and a share of the memory's bandwidth can exceed 1.
 """
 
 import torch

@@ -3,7 +3,8 @@
 Greedy: the longest prefix that equals the target's argmax, then the target's own token. Sampling (Leviathan et al.,
 arXiv 2211.17192): accept x_k with min(1, p_k(x_k) / q_k(x_k)), p = softmax(logits / T); at the first rejection draw
 from norm(max(p - q, 0)), after the last draft from p. The emitted tokens are distributed as p, provided that q is what
-the drafts were really drawn from. Shapes: B requests, n drafts, V target and D draft vocabulary.
+the drafts were really drawn from. Shapes: B requests, n drafts, V target and D draft vocabulary. Floor: the target's
+logits once, and of q a row of each request that rejects a draft.
 """
 
 from typing import NamedTuple
@@ -34,7 +35,8 @@ def verify(
     after a request's last draft. Above temperature 0: uniforms [B, n+1] in [0, 1), one for each draft and one for the
     token that follows; q [B, n, D], what the drafts were drawn from (None: they were certain), where id v of the target
     is id to_draft[v] of q, -1 for none (to_draft None: the same). Draws are by the inverse of the cumulative
-    distribution in the order of the ids.
+    distribution in the order of the ids. logits are of any float dtype and p of float32 at least; uniforms and q are
+    float32, ids and rows int64.
     """
     n = drafts.shape[1]
     if temperature == 0:
