@@ -25,8 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, iter_layer_specs
+from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
 from dspark.wire import Outbox, WireSample
 
@@ -105,8 +105,6 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
             return f"rank = {rank!r}: this verifier was started with {len(self.endpoints)} endpoints"
         if not isinstance(sample_id, str) or not SAMPLE_ID.fullmatch(sample_id):
             return "sample_id must be 8 to 64 hexadecimal digits"
-        if params.get("response") and request.sampling_params.temperature and current_platform.is_cpu():
-            return "a vLLM on a CPU samples wrongly while it extracts states (vLLM issue 55005): use temperature 0"
         computed = request.num_computed_tokens
         held = len(block_ids[self.group]) * self.block_size if self.group < len(block_ids) else 0
         if not 0 < rows <= min(computed, held):
@@ -131,7 +129,9 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(
                 f"hidden-state cache is {shape}, want [blocks, {len(self.layer_ids)}, {self.block_size}, H]"
             )
-        if self._cache.device.type != "cpu":
+        if self._cache.device.type == "cpu":
+            draft_nothing()
+        else:
             self._stream = torch.Stream(self._cache.device)
         self._outbox = Outbox(self.endpoints, self.budget)
         logger.info("streaming layers %s to %s", self.layer_ids, ", ".join(self.endpoints))
@@ -183,6 +183,19 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config) -> str:
         return "LBNHC"  # a token's layers side by side, so that rows are copied whole
+
+
+def draft_nothing() -> None:
+    """vLLM 0.32 extracts states as a drafter that proposes each sampled token again, only to be refused: a row more a
+    request and step. A GPU hides that row. A CPU pays for it, and samples wrongly while it refuses (vLLM issue 55005).
+    To be called in the worker, on a CPU: there vLLM schedules drafts once they are known, and none is as good as one.
+    """
+    propose = ExtractHiddenStatesProposer.propose
+
+    def without_drafts(self, *args, **kwargs) -> Tensor:  # [B, 0] in place of [B, 1]
+        return propose(self, *args, **kwargs)[:, :0]
+
+    ExtractHiddenStatesProposer.propose = without_drafts
 
 
 def hidden_state_group(kv_cache_config) -> tuple[int, int]:

@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import zmq
+from scipy.stats import chisquare
 from test_train import log_of
 from transformers import AutoModelForCausalLM
 from verifier import PROFILE, free_ports, running
@@ -177,10 +179,27 @@ def test_a_request_names_an_index_and_an_id_and_nothing_else(verifier, params):
     assert list(answered["kv_transfer_params"]) == ["error"]
 
 
-def test_a_sampled_response_is_refused_where_vllm_samples_wrongly(verifier):
-    asked = {"rank": 0, "sample_id": "0" * 16, "response": True}
-    answered = verifier.client().post("/v1/completions", prompt=[5, 6, 7], temperature=0.8, kv_transfer_params=asked)
-    assert "vLLM issue 55005): use temperature 0" in answered["kv_transfer_params"]["error"]
+def test_what_is_sampled_while_states_are_extracted_has_the_targets_distribution(target, verifier):
+    """Pairs of tokens: the second comes of a step in which vLLM on a CPU sampled wrongly (its issue 55005)."""
+    prompt, temperature, many = target.tokenizer("The colour of the sky is")["input_ids"], 0.8, 400
+    wanted = {"max_tokens": 2, "n": many, "temperature": temperature, "seed": 3, "return_token_ids": True}
+    answered = verifier.client(120).post("/v1/completions", prompt=prompt, ignore_eos=True, **wanted)
+    drawn = Counter(tuple(choice["token_ids"]) for choice in answered["choices"])
+
+    def chances(ids: list[int]) -> torch.Tensor:
+        out = target.forward(torch.tensor([ids]), target.new_cache(1, len(ids)), 0)
+        return (target.logits(out.hidden[0, -1]).double() / temperature).softmax(-1)
+
+    first = chances(prompt)
+    expected = {}
+    for a in first.topk(8).indices.tolist():
+        second = first[a] * chances([*prompt, a])
+        expected |= {(a, b): many * float(second[b]) for b in second.topk(8).indices.tolist()}
+    cells = [pair for pair, count in expected.items() if count >= 5]
+    counts = [drawn[pair] for pair in cells]
+    means = [expected[pair] for pair in cells]
+    assert len(cells) >= 8
+    assert chisquare([*counts, many - sum(counts)], [*means, many - sum(means)]).pvalue > 1e-3
 
 
 def test_an_ordinary_request_streams_nothing(verifier):
