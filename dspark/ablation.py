@@ -20,12 +20,14 @@ import numpy as np
 import pandas as pd
 import torch
 from scipy.stats import t as student
+from torch import Tensor, nn
 
 from dspark import baselines, checkpoint, schedule
 from dspark.batched import Served, observed_blocks, serve
 from dspark.config import DSparkConfig
 from dspark.data import OWN_SETS, load_prompts, read_jsonl
 from dspark.decode import pooled_tau, step_parts
+from dspark.drafter import DSparkDrafter
 from dspark.evaluate import COMMITTED_DRAFTER
 from dspark.paths import ROOT, cache_dir
 from dspark.schedule import Fixed
@@ -38,6 +40,7 @@ HEADS = {
     "markov": {"confidence_head": False},
     "confidence": {"markov_rank": 0, "confidence_head_with_markov": False},
     "both": {},
+    "joint": {},  # both, and the confidence loss trains the backbone as well
     "gated": {"markov_head_type": "gated"},
     "rnn": {"markov_head_type": "rnn"},
 }
@@ -85,7 +88,9 @@ class AblationConfig:
         return self.shape.replace(**size, **HEADS[arm.heads])
 
     def training_of(self, arm: Arm) -> TrainConfig:
-        return dataclasses.replace(self.training, seed=arm.seed, block_sizes=(arm.block_size,))
+        detach = self.training.detach_confidence and arm.heads != "joint"
+        sizes = (arm.block_size,)
+        return dataclasses.replace(self.training, seed=arm.seed, block_sizes=sizes, detach_confidence=detach)
 
 
 def training_data(target: str, response_tokens: int) -> Path:
@@ -161,7 +166,7 @@ def measure(target: Target, drafter, config: AblationConfig, arm: Arm) -> list[d
 
 def acceptance(answers: list[Served], n: int) -> dict:
     """tau, acceptance of positions 1..n (unconditional: with all before it; conditional: given all before it), and
-    how good the raw confidences are, averaged over positions; NaN without a head or a case."""
+    how good the raw confidences of whole prefixes are; NaN without a head or a case."""
     accepted = np.array([a for served in answers for a in served.accepted])
     kept = np.array([len(accepted), *((accepted >= k).sum() for k in range(1, n + 1))])
     row = {"prompts": len(answers), "output_tokens": sum(len(served.tokens) for served in answers),
@@ -169,10 +174,11 @@ def acceptance(answers: list[Served], n: int) -> dict:
     for k in range(1, n + 1):
         row[f"accept_pos_{k}"] = kept[k] / kept[0] if kept[0] else np.nan
         row[f"cond_pos_{k}"] = kept[k] / kept[k - 1] if kept[k - 1] else np.nan
-    row |= {"confidence_ece": np.nan, "confidence_auc": np.nan}
+    row |= {"confidence_ece": np.nan, **{f"auroc_pos_{k}": np.nan for k in range(1, n + 1)}}
     if any(served.confidence for served in answers):
         table = schedule.calibration_table(*observed_blocks(answers, n), np.ones(n))
-        row |= {"confidence_ece": table.ece_before.mean(), "confidence_auc": table.auroc_before.mean()}
+        row["confidence_ece"] = table.ece_before.mean()
+        row |= {f"auroc_pos_{k}": value for k, value in enumerate(table.auroc_before, 1)}
     return row
 
 
@@ -263,6 +269,19 @@ def paired(seeds: pd.DataFrame, pairs: list[tuple[str, str]], metrics=("tau", "c
 
 
 # ---- calibration, and tables that resume
+
+
+class OwnProbability(nn.Module):
+    """In a confidence head's place, a yardstick for it: the probability that a drafter with a vanilla Markov head gives
+    the tokens that it drafts greedily. Logits [..., D] are computed once more for it; returns log-odds [...]."""
+
+    def __init__(self, drafter: DSparkDrafter):
+        super().__init__()
+        self.parts = (drafter.lm_head, drafter.markov_head.bias)  # in a tuple: they stay the drafter's own modules
+
+    def forward(self, hidden: Tensor, w1: Tensor) -> Tensor:
+        lm_head, bias = self.parts
+        return torch.logit((lm_head(hidden) + bias(w1)).float().softmax(-1).amax(-1), eps=1e-6)
 
 
 def calibration_blocks(

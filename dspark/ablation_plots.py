@@ -8,10 +8,11 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from dspark.plots import PAGE, STYLE, Plot
+from dspark.plots import COLUMN, PAGE, STYLE, Plot
 
 LABELS = {
     "none": "no head (DFlash)", "markov": "Markov", "confidence": "confidence", "both": "both (DSpark)",
+    "joint": "both, trained jointly",
     "gated": "gated Markov + confidence", "rnn": "rnn Markov + confidence",
 }  # fmt: skip
 _COLOURS, _MARKERS = sns.color_palette("colorblind").as_hex(), "os^Dv<>P"
@@ -27,8 +28,8 @@ def _lines(ax, data: pd.DataFrame, x: str, y: str, group: str) -> None:
             ax.fill_between(line[x], line[f"{y}_low"], line[f"{y}_high"], color=colour, alpha=0.15, linewidth=0)
 
 
-def _over_seeds(data: pd.DataFrame, by: list[str], y: str) -> pd.DataFrame:
-    """Mean and range of y over seeds, as columns y, y_low, y_high."""
+def _over(data: pd.DataFrame, by: list[str], y: str) -> pd.DataFrame:
+    """Mean and range of y over seeds or rounds, as columns y, y_low, y_high."""
     grouped = data.groupby(by, sort=False)[y]
     return pd.DataFrame({y: grouped.mean(), f"{y}_low": grouped.min(), f"{y}_high": grouped.max()}).reset_index()
 
@@ -40,7 +41,7 @@ def _legend(figure: Figure, ax, ncols: int) -> None:
 @mpl.rc_context(STYLE)
 def acceptance_of_arms(positions: pd.DataFrame) -> Plot:
     """Conditional and unconditional acceptance per position (the paper's figure 2); positions: ablation.by_position."""
-    sides = [_over_seeds(positions, ["heads", "position"], y) for y in ("conditional", "unconditional")]
+    sides = [_over(positions, ["heads", "position"], y) for y in ("conditional", "unconditional")]
     figure = Figure((PAGE, 2.4))
     axes = figure.subplots(1, 2, sharey=True)
     labels = ("Accepted given all before it", "Accepted with all before it")
@@ -57,7 +58,7 @@ def block_sizes(seeds: pd.DataFrame) -> Plot:
     """Accepted length and drafting time against block size (the paper's figure 4); seeds: ablation.by_seed."""
     depth = seeds.num_hidden_layers.astype(str) + np.where(seeds.num_hidden_layers == 1, " layer", " layers")
     data = seeds.assign(drafter=seeds.heads.map(LABELS) + ", " + depth)
-    sides = [_over_seeds(data, ["drafter", "block_size"], y).sort_values("block_size") for y in ("tau", "draft_ms")]
+    sides = [_over(data, ["drafter", "block_size"], y).sort_values("block_size") for y in ("tau", "draft_ms")]
     figure = Figure((PAGE, 2.4))
     axes = figure.subplots(1, 2)
     labels = ("Accepted length τ", "Drafting a block (ms)")
@@ -113,7 +114,8 @@ def threshold_sweep(table: pd.DataFrame) -> Plot:
     figure = Figure((PAGE, 2.2))
     axes = figure.subplots(1, 3)
     table = table.sort_values("threshold")
-    labels = {"tau": "Accepted length τ", "verified_per_token": "Verified per token", "tokens_per_s": "Tokens/s"}
+    labels = {"tau": "Accepted length τ", "verified_per_token": "Verified per token",
+              "decode_tokens_per_s": "Tokens/s"}  # fmt: skip
     for ax, (y, label) in zip(axes, labels.items(), strict=True):
         _lines(ax, table, "threshold", y, "drafter")
         ax.set(xlabel="Threshold on survival", ylabel=label)
@@ -124,14 +126,35 @@ def threshold_sweep(table: pd.DataFrame) -> Plot:
 
 
 @mpl.rc_context(STYLE)
+def ranking_of_confidences(calibration: pd.DataFrame) -> Plot:
+    """AUROC of prefix survival by position, a line for each source of confidences; rows of schedule.calibration_table
+    with `confidence`."""
+    figure = Figure((COLUMN, 2.2))
+    ax = figure.subplots()
+    ax.axhline(0.5, color="0.7", linewidth=0.8)
+    _lines(ax, calibration, "position", "auroc_after", "confidence")
+    ax.set(xlabel="Draft position $k$", ylabel="AUROC of “drafts 1 to $k$ survive”", ylim=(0.45, 1))
+    _legend(figure, ax, 1)
+    caption = (
+        "How well confidences rank prefixes by whether they survive (0.5: not at all), on prompts no fit has seen."
+    )
+    return Plot(figure, calibration, caption, {"error_bars": "none"})
+
+
+@mpl.rc_context(STYLE)
 def load_curves(table: pd.DataFrame) -> Plot:
     """Throughput against concurrency, and against the speed of one user (the paper's figures 7 and 8)."""
+    table = table.assign(each=table.decode_tokens_per_s / table.concurrency)
+    sides = [_over(table, ["policy", "concurrency"], y) for y in ("decode_tokens_per_s", "each")]
+    data = sides[0].merge(sides[1])
     figure = Figure((PAGE, 2.8))
     left, right = figure.subplots(1, 2)
-    _lines(left, table, "concurrency", "tokens_per_s", "policy")
-    _lines(right, table, "per_user_tokens_per_s", "tokens_per_s", "policy")
-    left.set(xlabel="Requests at once", ylabel="Tokens/s, all requests", xticks=sorted(table.concurrency.unique()))
-    right.set(xlabel="Tokens/s of one request (median)", ylabel="Tokens/s, all requests")
+    _lines(left, data, "concurrency", "decode_tokens_per_s", "policy")
+    _lines(right, data.drop(columns=["decode_tokens_per_s_low", "decode_tokens_per_s_high"]), "each",
+           "decode_tokens_per_s", "policy")  # fmt: skip
+    left.set(xlabel="Requests at once", ylabel="Tokens/s, all requests", xticks=sorted(data.concurrency.unique()))
+    right.set(xlabel="Tokens/s of each request", ylabel="Tokens/s, all requests")
     _legend(figure, left, 3)
-    caption = "Speed under load. Left: all requests together. Right: against that of a single user, concurrency rising."
-    return Plot(figure, table, caption, {"error_bars": "none"})
+    caption = ("Decoding speed under load, prefills left out. Left: all requests together (line: mean over rounds, "
+               "band: their range). Right: against the speed of each, concurrency falling.")  # fmt: skip
+    return Plot(figure, data, caption, {"error_bars": "range over rounds"})

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -26,7 +27,8 @@ from dspark.target import KVCache, Target
 class Served(Answer):
     """An answer given under load. drafted counts the drafts that were VERIFIED; seconds run from admission, prefill
     included, to the last token. confidence [steps][n]: of all drafts made, empty without a confidence head. admitted,
-    at [tokens]: seconds since the service began, after the prefill and when each token came."""
+    at [tokens]: seconds that the service had spent in steps, without prefills, when it was admitted and when each token
+    came."""
 
     confidence: list[np.ndarray] = field(default_factory=list)
     admitted: float = 0.0
@@ -159,12 +161,12 @@ def serve(
     max_len = max(map(len, prompts)) + max_new_tokens + policy.n + 1
     engine = Engine(target, drafter, policy, concurrency, max_len, temperature, seed, temperatures)
     waiting, answers = deque(enumerate(prompts)), [None] * len(prompts)
-    begun = time.perf_counter()
+    stepping = 0.0
 
     def emit(row: _Row, tokens: list[int]) -> None:
         served = row.served
         served.tokens += _cut(tokens, stop, max_new_tokens - len(served.tokens))
-        served.at += [time.perf_counter() - begun] * (len(served.tokens) - len(served.at))
+        served.at += [stepping] * (len(served.tokens) - len(served.at))
         if len(served.tokens) >= max_new_tokens or served.tokens[-1] in stop:
             served.seconds = time.perf_counter() - row.begun
             answers[row.index] = served
@@ -173,9 +175,12 @@ def serve(
     while waiting or engine.rows:
         while waiting and len(engine.rows) < concurrency:
             row = engine.admit(*waiting.popleft())
-            row.served.admitted = time.perf_counter() - begun
+            row.served.admitted = stepping
             emit(row, [row.anchor])
-        for row, tokens in zip(list(engine.rows), engine.step() if engine.rows else [], strict=True):
+        rows, begun = list(engine.rows), time.perf_counter()
+        emitted = engine.step() if rows else []
+        stepping += time.perf_counter() - begun
+        for row, tokens in zip(rows, emitted, strict=True):
             emit(row, tokens)
     return answers
 
@@ -246,33 +251,40 @@ def load_row(answers: list[Served], seconds: float) -> dict:
 
 
 def saturated(answers: list[Served], concurrency: int) -> tuple[int, float]:
-    """(tokens, seconds) of the part of a service in which every place was taken: from the admission that took the last
-    free one to the last admission. What comes after is drained with fewer and fewer requests. (0, 0.0) if none waited.
-    """
+    """(tokens, seconds) of the steps of a service in which every place was taken: from the admission that took the last
+    free one to the last admission. What comes after is drained with fewer and fewer requests. Prefills, and the tokens
+    that they give, are left out: no policy changes them. (0, 0.0) if none waited."""
     admitted = sorted(served.admitted for served in answers)
     if len(admitted) <= concurrency:
         return 0, 0.0
     first, last = admitted[concurrency - 1], admitted[-1]
-    return sum(first < at <= last for served in answers for at in served.at), last - first
+    return sum(first < at <= last for served in answers for at in served.at[1:]), last - first
+
+
+class Contestant(NamedTuple):
+    """What a load test compares: a policy (made anew for each service), the drafter it is for, and the temperatures
+    [n] that calibrate that drafter's confidences."""
+
+    name: str
+    policy: Callable
+    drafter: object = None
+    temperatures: np.ndarray | None = None
 
 
 def load_test(
-    target: Target, drafter, prompts: list[list[int]], policies: list[Callable], concurrency: int, repeats: int = 1,
-    **options,
+    target: Target, contestants: list[Contestant], prompts: list[list[int]], concurrency: int, rounds: int,
+    max_new_tokens: int,
 ) -> pd.DataFrame:  # fmt: skip
-    """One row a policy: all prompts served `repeats` times at this concurrency, the policies in turn in each round, so
-    that a slow minute hits all of them. policies make a fresh policy each; options are those of `serve`."""
-    runs = {}
-    for repeat in range(repeats):
-        for make in policies[repeat % len(policies) :] + policies[: repeat % len(policies)]:
-            policy, begun = make(), time.perf_counter()
-            answers = serve(target, drafter if policy.n else None, prompts, policy, concurrency, **options)
-            runs.setdefault(policy.name, []).append((answers, time.perf_counter() - begun))
+    """One row a contestant and round: all prompts served at this concurrency, the contestants in turn in each round, so
+    that a slow minute hits all of them."""
     rows = []
-    for make in policies:
-        done = runs[make().name]
-        row = load_row([served for answers, _ in done for served in answers], sum(seconds for _, seconds in done))
-        tokens, seconds = map(sum, zip(*(saturated(answers, concurrency) for answers, _ in done), strict=True))
-        row["saturated_tokens_per_s"] = tokens / seconds if seconds else float("nan")
-        rows.append({"policy": make().name, "concurrency": concurrency, **row})
+    for number in range(rounds):
+        turn = number % len(contestants)
+        for name, policy, drafter, temperatures in contestants[turn:] + contestants[:turn]:
+            options, begun = {"temperatures": temperatures}, time.perf_counter()
+            answers = serve(target, drafter, prompts, policy(), concurrency, max_new_tokens, **options)
+            row = load_row(answers, time.perf_counter() - begun)
+            tokens, seconds = saturated(answers, concurrency)
+            row["decode_tokens_per_s"] = tokens / seconds if seconds else float("nan")
+            rows.append({"policy": name, "concurrency": concurrency, "round": number, **row})
     return pd.DataFrame(rows)

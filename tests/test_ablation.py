@@ -12,7 +12,7 @@ from tiny import tiny_config, tiny_drafter, tiny_target
 
 from dspark import ablation, ablation_plots, batched
 from dspark.ablation import HEADS, AblationConfig, Arm
-from dspark.batched import Served
+from dspark.batched import Contestant, Served
 from dspark.config import PRESETS
 from dspark.paths import cache_dir
 from dspark.schedule import Fixed, Threshold
@@ -42,13 +42,15 @@ def test_arms_take_away_what_their_names_say():
     has = {heads: (shape.markov_rank > 0, shape.confidence_head) for heads, shape in shapes.items()}
     assert has == {
         "none": (False, False), "markov": (True, False), "confidence": (False, True), "both": (True, True),
-        "gated": (True, True), "rnn": (True, True),
+        "joint": (True, True), "gated": (True, True), "rnn": (True, True),
     }  # fmt: skip
     assert [shapes[heads].markov_head_type for heads in ("both", "gated", "rnn")] == ["vanilla", "gated", "rnn"]
     assert all(shape.block_size == shape.max_draft_tokens == 7 for shape in shapes.values())
     assert config().training_of(Arm("both", 1, 4, 3)) == TrainConfig(
         steps=1, micro_batches=1, row_tokens=128, anchors=4, save_every=1, heldout_prompts=0, seed=3, block_sizes=(4,)
     )
+    assert config().training_of(Arm("both", 2, 7, 0)).detach_confidence
+    assert not config().training_of(Arm("joint", 2, 7, 0)).detach_confidence
     with pytest.raises(ValueError, match="heads = 'sparkling'"):
         Arm("sparkling", 2, 7, 0)
 
@@ -120,15 +122,37 @@ def test_load_test_counts_what_was_verified():
     target = tiny_target()
     drafter = tiny_drafter(target, draft_ids=torch.tensor([14, 23, 25, 31, 36]))
     prompts = [[5, 6, 7], [3, 4], [9]]
-    policies = [lambda: Fixed(0), lambda: Fixed(3), lambda: Threshold(3, 0.4)]
-    table = batched.load_test(target, drafter, prompts, policies, 2, repeats=2, max_new_tokens=12)
-    assert table.policy.tolist() == ["fixed n=0", "fixed n=3", "threshold 0.4"]
-    assert (table.requests == 6).all() and table.output_tokens.nunique() == 1
-    assert table.verified_per_token[0] == pytest.approx((table.output_tokens[0] - 6) / table.output_tokens[0])
-    assert table.verified[1] == 3 * table.steps[1] and table.verified[2] < 3 * table.steps[2]
+    contestants = [
+        Contestant("plain", lambda: Fixed(0)),
+        Contestant("three", lambda: Fixed(3), drafter),
+        Contestant("confident", lambda: Threshold(3, 0.4), drafter, np.ones(3)),
+    ]
+    table = batched.load_test(target, contestants, prompts, 2, rounds=2, max_new_tokens=12)
+    assert table.policy.tolist() == ["plain", "three", "confident", "three", "confident", "plain"]  # in turn
+    assert (table.requests == 3).all() and table.output_tokens.nunique() == 1
+    plain, three, confident = (table[table.policy == one.name].iloc[0] for one in contestants)
+    assert plain.verified_per_token == pytest.approx((plain.output_tokens - 3) / plain.output_tokens)
+    assert three.verified == 3 * three.steps and confident.verified < 3 * confident.steps
     assert np.allclose(table.tau, 1 + table.accepted / table.steps)
     assert np.allclose(table.tokens_per_s, table.output_tokens / table.seconds)
-    assert (table.saturated_tokens_per_s > 0).all()  # of three requests, one waited
+    assert (table.decode_tokens_per_s > table.tokens_per_s).all()  # of three requests, one waited; prefills left out
+
+
+def test_a_drafters_own_probability_takes_the_confidence_heads_place(target):
+    """Its confidence is the softmax of the very logits that the draft is the argmax of."""
+    drafter = ablation.checkpoint.load(ablation.COMMITTED_DRAFTER, target)
+    drafter.confidence_head = ablation.OwnProbability(drafter)
+    assert not [name for name, _ in drafter.named_parameters() if name.startswith("confidence_head")]
+    target.layer_ids = drafter.config.target_layer_ids
+    tokens = torch.tensor(target.encode_chat([{"role": "user", "content": "Count to ten."}]))
+    out = target.forward(tokens[None], target.new_cache(1, len(tokens)), 0)
+    context = drafter.new_cache(len(tokens) + 8)
+    drafter.extend(context, out.features[0])
+    anchor = target.logits(out.hidden[0, -1:]).argmax(-1)
+    greedy = drafter.draft(anchor, context, 3)
+    q = drafter.draft(anchor, context, 3, temperature=1.0, generator=torch.Generator().manual_seed(0)).q
+    assert greedy.confidence[0] == pytest.approx(float(q[0].max()), rel=1e-3)
+    assert ((greedy.confidence > 0) & (greedy.confidence < 1)).all()
 
 
 def test_a_rate_under_load_leaves_out_filling_and_draining():
@@ -136,7 +160,7 @@ def test_a_rate_under_load_leaves_out_filling_and_draining():
         return Served(tokens=[7] * len(at), admitted=admitted, at=list(at))
 
     two_places = [one(1.0, 1.0, 2.5, 4.0), one(2.0, 2.0, 3.0), one(3.5, 3.5, 9.0), one(5.0, 5.0, 6.0, 7.0)]
-    assert batched.saturated(two_places, 2) == (5, 3.0)  # from 2.0 to 5.0: 2.5 and 4.0, 3.0, 3.5, 5.0
+    assert batched.saturated(two_places, 2) == (3, 3.0)  # from 2.0 to 5.0: 2.5 and 4.0, 3.0; 3.5 and 5.0 are prefills'
     assert batched.saturated(two_places, 4) == (0, 0.0)
 
 
@@ -263,15 +287,21 @@ def test_figures_of_calibration_cost_and_load_draw_their_tables():
                          "predicted": [0.9, 0.6, 0.8, 0.4], "observed": [0.6, 0.6, 0.3, 0.4]})  # fmt: skip
     plot = ablation_plots.reliability_diagrams(bins)
     assert [lines(ax)["after STS"] for ax in plot.figure.axes[:2]] == [[[0.6], [0.6]], [[0.4], [0.4]]]
+    ranked = pd.DataFrame({"confidence": ["head", "own probability"] * 2, "position": [1, 1, 2, 2],
+                           "auroc_after": [0.6, 0.8, 0.7, 0.9]})  # fmt: skip
+    assert lines(ablation_plots.ranking_of_confidences(ranked).figure.axes[0])["head"] == [[1, 2], [0.6, 0.7]]
     costs = pd.DataFrame({"requests": [1, 1, 4, 4], "tokens": [1, 2, 4, 8], "step_ms": [10.0, 20, 30, 50]})
     plot = ablation_plots.step_costs(costs.assign(sps=1e3 / costs.step_ms))
     assert lines(plot.figure.axes[0])["R = 4"] == [[4, 8], [30, 50]]
     load = pd.DataFrame({"policy": ["fixed n=3", "scheduler (early stop)"] * 2, "concurrency": [1, 1, 4, 4],
                          "drafter": "d", "threshold": [0.0, 0.5, 0.0, 0.5], "tau": 2.0, "verified_per_token": 1.5,
-                         "tokens_per_s": [20.0, 21, 60, 66], "per_user_tokens_per_s": [20.0, 21, 15, 16]})  # fmt: skip
-    left, right = ablation_plots.load_curves(load).figure.axes
-    assert lines(left)["scheduler (early stop)"] == [[1, 4], [21, 66]]
-    assert lines(right)["scheduler (early stop)"] == [[21, 16], [21, 66]]
+                         "decode_tokens_per_s": [20.0, 21, 60, 66]})  # fmt: skip
+    rounds = pd.concat([load, load.assign(decode_tokens_per_s=load.decode_tokens_per_s + 2)])
+    plot = ablation_plots.load_curves(rounds)
+    left, right = plot.figure.axes
+    assert lines(left)["scheduler (early stop)"] == [[1, 4], [22, 67]]
+    assert lines(right)["scheduler (early stop)"] == [[22, 16.75], [22, 67]]
+    assert plot.data.decode_tokens_per_s_high.max() == 68
     sweep = ablation_plots.threshold_sweep(load[load.concurrency == 4][::-1])
     assert lines(sweep.figure.axes[2])["d"] == [[0.0, 0.5], [60, 66]]
     assert "concurrency 4" in sweep.caption

@@ -22,11 +22,11 @@ COLUMNS = {
     "output_tokens steps drafted accepted tau accept_pos_1 seconds tokens_per_s baseline_tokens_per_s "
     "speedup mismatches near_ties speedup_low speedup_high",
     "head_ablation.csv": "profile target heads num_hidden_layers block_size seed benchmark n tau accept_pos_1 "
-    "cond_pos_1 confidence_ece confidence_auc draft_ms parameters",
-    "calibration.csv": "profile target drafter position temperature ece_before ece_after auroc_before "
+    "cond_pos_1 confidence_ece auroc_pos_1 draft_ms parameters",
+    "calibration.csv": "profile target drafter confidence position temperature ece_before ece_after auroc_before "
     "auroc_after blocks",
     "scheduling.csv": "profile target drafter policy concurrency output_tokens steps verified accepted tau "
-    "verified_per_token seconds tokens_per_s per_user_tokens_per_s",
+    "verified_per_token seconds tokens_per_s per_user_tokens_per_s decode_tokens_per_s round",
     "03_timeline.csv": "what stage begin end",
     "03_starvation.csv": "phase steps seconds waited share_waited tokens_per_s",
     "03_training.csv": "states step epoch loss greedy_acceptance draft_tokens seconds waited",
@@ -37,7 +37,7 @@ COLUMNS = {
 # Positions beyond n or never reached, arms without a head or an accepted draft, one class only, one seed only, prompts
 # without a known answer, loads in which nobody waits.
 MAY_BE_EMPTY = re.compile(
-    r"(accept|cond)_pos_\d|confidence_|saturated_|.*auroc|(low|high|difference)$|(baseline_)?accuracy$"
+    r"(accept|cond)_pos_\d|confidence_ece|decode_tokens|.*auroc|(low|high|difference)$|(baseline_)?accuracy$"
 )
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
