@@ -61,12 +61,15 @@ class SweepConfig:
     n_of: dict[str, tuple[int, ...]] = field(default_factory=dict)  # drafters that draft other n than n_values
     vllm_args: str = ""  # further arguments of vLLM's server
     thresholds: dict[str, float] = field(default_factory=dict)  # drafters of which only confident prefixes are verified
+    concurrency: int = 1  # requests at once, by vLLM; speeds are then those of a request among so many
 
     def __post_init__(self):
         if unknown := set(self.thresholds) - set(self.drafters):
             raise ValueError(f"thresholds of {sorted(unknown)}: the drafters are {', '.join(self.drafters)}")
         if self.thresholds and self.engine == "vllm":
             raise ValueError("vLLM verifies every draft: thresholds need engine dspark")
+        if self.concurrency < 1 or (self.concurrency > 1 and self.engine != "vllm"):
+            raise ValueError(f"concurrency = {self.concurrency}: at least 1, and more than 1 needs engine vllm")
         if self.engine not in ENGINES:
             raise ValueError(f"engine = {self.engine!r}: one of {', '.join(ENGINES)}")
         if self.dtype not in NEAR_TIE:
@@ -78,8 +81,8 @@ class SweepConfig:
         """The key of a table row (design: profile, engine, target, drafter, benchmark, n, ...)."""
         return {
             "profile": self.profile, "engine": self.engine, "target": self.target, "drafter": drafter,
-            "benchmark": benchmark, "n": n, "temperature": self.temperature, "concurrency": 1, "seed": self.seed,
-            "dtype": self.dtype,
+            "benchmark": benchmark, "n": n, "temperature": self.temperature, "concurrency": self.concurrency,
+            "seed": self.seed, "dtype": self.dtype,
         }  # fmt: skip
 
     @property
@@ -305,6 +308,7 @@ def run_metadata(config, started: str, wall_seconds: float) -> dict:
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    packages = ("torch", "transformers", "numpy", "pandas", *(["vllm"] if config.engine == "vllm" else []))
     settings = dataclasses.asdict(config)
     settings["drafters"] = {name: Path(folder).name for name, folder in config.drafters.items()}
     settings["benchmark_folder"] = Path(config.benchmark_folder).name
@@ -312,7 +316,7 @@ def run_metadata(config, started: str, wall_seconds: float) -> dict:
         "dspark": __version__,
         "commit": commit or None,
         "clean_tree": not status if commit else None,
-        "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "pandas")},
+        "packages": {name: version(name) for name in packages},
         "python": platform.python_version(),
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
@@ -363,6 +367,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--against", type=Path, help="--out of the other engine's sweep: compare every step with it")
     limit_help = "verify only drafts of NAME whose survival reaches X; of prefixes, so lossless"
     parser.add_argument("--threshold", nargs="+", default=[], metavar="NAME=X", help=limit_help)
+    parser.add_argument("--concurrency", type=int, default=1, help="requests at once, with --engine vllm")
     parser.add_argument("--vllm-args", default="", help="further arguments for vLLM's server, as one text")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -372,6 +377,7 @@ def main(argv: list[str]) -> None:
         prompts=args.prompts, n_values=tuple(args.n), max_new_tokens=args.max_new_tokens, seed=args.seed,
         temperature=args.temperature, dtype=str(resolve_dtype(args.dtype)).removeprefix("torch."),
         benchmark_folder=args.benchmarks, revision=args.revision, vllm_args=args.vllm_args,
+        concurrency=args.concurrency,
         thinking=None if args.thinking is None else args.thinking == "on",
         thresholds={name: float(x) for name, _, x in (item.partition("=") for item in args.threshold)},
     )  # fmt: skip

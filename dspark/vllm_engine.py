@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,7 +77,7 @@ def server_command(config, source: str | None, n: int, longest: int, port: int) 
     argv = [
         sys.executable, "-m", "dspark.vllm_engine", "--model", model, "--served-model-name", config.target,
         "--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype, "--seed", str(config.seed),
-        "--max-model-len", str(longest + config.max_new_tokens + n + 1), "--max-num-seqs", "1",
+        "--max-model-len", str(longest + config.max_new_tokens + n + 1), "--max-num-seqs", str(config.concurrency),
         "--no-enable-prefix-caching", "--generation-config", "vllm", "--enable-per-request-metrics",
     ]  # fmt: skip
     drafting = speculative_config(source, n)
@@ -168,15 +169,17 @@ def ask(url: str, config, chat: list[int], stop: list[int]) -> tuple[Answer, dic
 
 
 def answers(config, source: str | None, n: int, chats: dict, stop: list[int], folder: Path) -> dict:
-    """{key: (Answer, latencies)} of every chat, one after the other. RuntimeError where the server fails, drafts
-    nothing, or counted other drafts than its answers tell."""
+    """{key: (Answer, latencies)} of every chat, config.concurrency at a time. RuntimeError where the server fails,
+    drafts nothing, or counted other drafts than its answers tell."""
     name = "vllm-plain" if source is None else f"vllm-{Path(source).name}-n{n}"
     longest = max(map(len, chats.values()))
     with server(config, source, n, longest, folder, name) as url:
         if has_gpu():
             ask(url, config, next(iter(chats.values())), stop)  # compiles and warms up
         before = counters(url)
-        got = {key: ask(url, config, chat, stop) for key, chat in chats.items()}
+        with ThreadPoolExecutor(config.concurrency) as pool:
+            answered = list(pool.map(lambda chat: ask(url, config, chat, stop), chats.values()))
+        got = dict(zip(chats, answered, strict=True))
         after = counters(url)
         if source is None:
             return got

@@ -54,6 +54,11 @@ def test_the_command_states_what_is_measured():
     environments = [vllm_engine.server_command(CONFIG, source, 4, 9, 1).environment
                     for source in (str(COMMITTED_DRAFTER), "prompt-lookup", None)]  # fmt: skip
     assert ["TRITON_INTERPRET" in e for e in environments] == [not vllm_engine.has_gpu(), False, False]
+    assert given["--max-num-seqs"] == "1"
+    many = vllm_engine.server_command(replace(CONFIG, concurrency=8), None, 0, 9, 1).argv
+    assert many[many.index("--max-num-seqs") + 1] == "8"
+    with pytest.raises(ValueError, match="concurrency = 8: .* more than 1 needs engine vllm"):
+        SweepConfig("test", concurrency=8)
     more = SweepConfig("test", vllm_args="--tensor-parallel-size 8 --trust-remote-code")
     assert vllm_engine.server_command(more, None, 0, 9, 1).argv[-3:] == more.vllm_args.split()
     assert vllm_engine._judge(more) is None  # a target on eight GPUs is not loaded a second time
@@ -148,6 +153,16 @@ def eagle3(target, tmp_path):
     run.run()
     baselines.save(run.inference_drafter(), tmp_path / "eagle3", torch.float32)
     return tmp_path / "eagle3"
+
+
+@pytest.mark.slow
+def test_requests_at_once_get_the_answers_that_they_get_alone(tmp_path):
+    """Prompt lookup, which runs natively: three prompts by three at once, the counters still their sum."""
+    config = replace(CONFIG, prompts=3, n_values=(3,), drafters={"prompt-lookup": "prompt-lookup"})
+    alone, together = (sweep(replace(config, concurrency=c), tmp_path / str(c)) for c in (1, 3))
+    counts = ["drafter", "n", "output_tokens", "mismatches"]
+    pd.testing.assert_frame_equal(alone[counts], together[counts])
+    assert (together.concurrency == 3).all() and (together.mismatches == 0).all()
 
 
 @pytest.mark.slow
