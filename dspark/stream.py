@@ -129,7 +129,7 @@ class StreamSource:
     """
 
     def __init__(
-        self, target, samples: list[Sample], verifier: Verifier, endpoint: str, rank: int = 0, lookahead: int = 1,
+        self, target, samples: list[Sample], verifier: Verifier, endpoint: str, rank: int = 0, lookahead: int = 3,
         in_flight: int = 8, patience: float = 600.0, response_tokens: int = 0, temperature: float = 0.0,
         cache: SampleCache | None = None,
     ):  # fmt: skip
