@@ -32,6 +32,7 @@ from dspark.wire import WireError, WireSample, decode
 
 CHAT_PROBE = [{"role": "user", "content": "How do you do?"}]
 PROBE_TOKENS = 64
+ARRIVAL = 30.0  # seconds for states to follow their request's answer; a verifier that died in between sends none
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # nats, mean over the probe
 
 
@@ -129,7 +130,7 @@ class StreamSource:
     """
 
     def __init__(
-        self, target, samples: list[Sample], verifier: Verifier, endpoint: str, rank: int = 0, lookahead: int = 3,
+        self, target, samples: list[Sample], verifier: Verifier, endpoint: str, rank: int = 0, lookahead: int = 1,
         in_flight: int = 8, patience: float = 600.0, response_tokens: int = 0, temperature: float = 0.0,
         cache: SampleCache | None = None,
     ):  # fmt: skip
@@ -255,7 +256,7 @@ class StreamSource:
                 raise ValueError(
                     f"the verifier sent no states: {said.get('error', 'it was started without streaming')}"
                 )
-            got, frames, times["arrived"] = arrival.result(self.verifier.timeout)
+            got, frames, times["arrived"] = arrival.result(min(self.verifier.timeout, ARRIVAL))
             return answer, got, frames
         except TimeoutError as error:
             raise Away("it answered, but the states have not arrived") from error
