@@ -281,8 +281,8 @@ def load_test(
     for number in range(rounds):
         turn = number % len(contestants)
         for name, policy, drafter, temperatures in contestants[turn:] + contestants[:turn]:
-            options, begun = {"temperatures": temperatures}, time.perf_counter()
-            answers = serve(target, drafter, prompts, policy(), concurrency, max_new_tokens, **options)
+            chosen, begun = policy(), time.perf_counter()
+            answers = serve(target, drafter, prompts, chosen, concurrency, max_new_tokens, temperatures=temperatures)
             row = load_row(answers, time.perf_counter() - begun)
             tokens, seconds = saturated(answers, concurrency)
             row["decode_tokens_per_s"] = tokens / seconds if seconds else float("nan")

