@@ -153,13 +153,16 @@ def plan(profile, machine: Machine | None = None) -> Plan:
         verifier["cache"] = 1 << 30  # VLLM_CPU_KVCACHE_SPACE
     cached_tokens = int(verifier["cache"] / per_token)
     rows = -(-profile.micro_batches // profile.trainers)  # a rank's, a step
-    size = drafter_size(shape)
+    size, ranks = drafter_size(shape), profile.trainers
+    trained = 4 * (size.matrices + size.rest)
+    beside = trained / ranks if ranks > 1 else 0.0  # a rank's own share under FSDP2, beside the whole of a step
+    kept = activations(shape, profile.row_tokens, profile.anchors, dense=not profile.gpus)
     trainer = {
-        "drafter, float32": 4 * (size.matrices + size.rest),
-        "gradients": 4 * (size.matrices + size.rest),
-        "optimizers": 4 * size.matrices + 8 * size.rest,
+        "drafter, float32": trained + beside,
+        "gradients": trained + beside,
+        "optimizers": (4 * size.matrices + 8 * size.rest) / ranks,
         "target's embedding and LM head": 2 * (2 * size.embedding + 2 * size.lm_head),
-        "activations": activations(shape, profile.row_tokens, profile.anchors, dense=not profile.gpus),
+        "activations": max(kept, trained) if ranks > 1 else kept,  # gone when the gradients are laid out for the sum
         "hidden states of a step": rows * profile.row_tokens * state_bytes(shape),
         "runtime": machine.runtime,
     }

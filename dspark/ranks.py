@@ -1,17 +1,22 @@
 """Trainer processes under torchrun that act as one: the same weights, each its share of a step's micro-batches.
 
-Gradients are summed after a step's last backward pass. A DistributedDataParallel wrapper would reduce in every
-backward pass, wants the same number of them on every rank, and averages; here a rank may have none, and the loss is
-normalised by the weights of all ranks already. Every rank holds the whole drafter: `dspark plan` says what that takes.
+FSDP2 (`fully_shard`) keeps a share of the weights, the summed gradients and the optimisers' state on every rank. The
+drafter is one unit of it: gathered by a step's first forward pass, given back by the last backward pass, which also
+sums the gradients, so that ranks may have different numbers of micro-batches, or none. While a step is on, a rank
+holds weights and gradients whole: `dspark plan` says what that takes. The loss is normalised by the weights of all
+ranks already, so that nothing is averaged.
 """
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 PATIENCE = timedelta(hours=2)  # ranks wait for each other while rank 0 measures, or a verifier starts again
 
@@ -44,17 +49,55 @@ def total(values: list[float], device) -> list[float]:
     return sums.tolist()
 
 
-def sum_gradients(parameters: list[Tensor]) -> None:
-    """Replace every parameter's gradient by its sum over all ranks; a rank without micro-batches counts as zero."""
+def shard(drafter: nn.Module) -> None:
+    """Leave every rank its share of the trained parameters; the frozen ones stay whole, being the target's. Before the
+    optimisers are made: its parameters are others afterwards."""
     if count() == 1:
         return
-    pending = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        pending.append(dist.all_reduce(parameter.grad, async_op=True))
-    for work in pending:
-        work.wait()
+    frozen = {parameter for parameter in drafter.parameters() if not parameter.requires_grad}
+    fully_shard(drafter, reshard_after_forward=False, ignored_params=frozen)
+    drafter.set_gradient_divide_factor(1.0)
+    drafter.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    drafter.set_reduce_scatter_unused_params(True)
+    register_fsdp_forward_method(drafter, "block_hidden")
+
+
+def shared(drafter: nn.Module, batch: list) -> Iterator:
+    """The micro-batches of this rank's step, the last of which sums the gradients over all ranks in its backward pass.
+    A rank that has none adds zeros."""
+    for index, micro in enumerate(batch):
+        if count() > 1:
+            last = index == len(batch) - 1
+            drafter.set_requires_gradient_sync(last)
+            drafter.set_is_last_backward(last)
+            drafter.set_reshard_after_backward(last)
+        yield micro
+    if not batch and count() > 1:
+        at = torch.zeros(1, dtype=torch.long, device=drafter.fc.weight.device)
+        features = torch.zeros(1, drafter.fc.in_features, device=at.device)
+        (0.0 * drafter.block_hidden(features, at, at, at, at, 1)).sum().backward()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor from all ranks, all of which must ask for it; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
+    """Its state_dict, whole on every rank."""
+    saved = optimizer.state_dict()
+    saved["state"] = {k: {name: whole(v) for name, v in state.items()} for k, state in saved["state"].items()}
+    return saved
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """Of a whole state_dict, this rank's share."""
+    optimizer.load_state_dict(saved)
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                mesh, placements = parameter.device_mesh, parameter.placements
+                state[name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Profile:
 
 
 KIMI = Profile(
-    "kimi-k2.6", trainers=8, gpus=8, tensor_parallel=8, colocated=True, gpu_memory=0.65, max_model_len=20000,
+    "kimi-k2.6", trainers=8, gpus=8, tensor_parallel=8, colocated=True, gpu_memory=0.68, max_model_len=20000,
     max_num_seqs=16, row_tokens=20000,
 )  # fmt: skip
 PROFILES = {

@@ -140,16 +140,21 @@ class Trainer:
         self.drafter, self.target, self.source, self.heldout = drafter, target, source, heldout
         self.config, self.folder = config, Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.step, self.draft_tokens, self.seconds, self.waited = 0, 0, 0.0, 0.0
+        self.rank = ranks.rank()
+        found = self._resume()
+        ranks.shard(drafter)
         # A detached confidence head changes nothing about what is drafted, not even by its share of the gradient norm.
         alone = config.detach_confidence and getattr(drafter, "confidence_head", None)
         self.judges = list(drafter.confidence_head.parameters()) if alone else []
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.optimizers = optimizers(drafter, config)
+        if found:
+            saved = torch.load(found / "optimizers.pt", weights_only=True)
+            for optimizer, state in zip(self.optimizers, saved, strict=True):
+                ranks.load_optimizer_state(optimizer, state)
         ids = None if drafter.t2d is None else drafter.t2d.nonzero().squeeze(1)
         self.target_head = target.lm_head if ids is None else target.lm_head[ids]
-        self.step, self.draft_tokens, self.seconds, self.waited = 0, 0, 0.0, 0.0
-        self.rank = ranks.rank()
-        self._resume()
 
     def run(self) -> None:
         config, device = self.config, self.target.device.type
@@ -163,7 +168,7 @@ class Trainer:
             normaliser = ranks.total([weight], self.target.device)[0] or 1.0
             self.waited += time.perf_counter() - asked  # until every rank has its batch
             logs = []
-            for micro in (m for m in batch if len(m.anchors)):
+            for micro in ranks.shared(self.drafter, [m for m in batch if len(m.anchors)]):
                 with autocast:
                     loss, log = drafter_loss(self.drafter, self.target_head, micro, normaliser, config)
                 loss.backward()
@@ -173,17 +178,16 @@ class Trainer:
             self.step += 1
             self.seconds = time.perf_counter() - begun
             self._log(epoch, logs, scale, norm, bar)
-            if self.rank == 0 and self.heldout and (self.step % config.heldout_every == 0 or self.step == config.steps):
+            if self.heldout and (self.step % config.heldout_every == 0 or self.step == config.steps):
                 self._measure_heldout()
-            if self.rank == 0 and (self.step % config.save_every == 0 or self.step == config.steps):
+            if self.step % config.save_every == 0 or self.step == config.steps:
                 self._save()
             asked = time.perf_counter()
 
     def _update(self, scale: float) -> float:
-        ranks.sum_gradients(self.parameters)
         judges = {id(p) for p in self.judges}
-        norm = nn.utils.clip_grad_norm_([p for p in self.parameters if id(p) not in judges], self.config.clip)
-        apart = nn.utils.clip_grad_norm_(self.judges, self.config.clip)
+        drafting = [p for p in self.parameters if id(p) not in judges]
+        norm, apart = (ranks.whole(nn.utils.clip_grad_norm_(of, self.config.clip)) for of in (drafting, self.judges))
         if not torch.isfinite(norm + apart):
             raise FloatingPointError(f"gradient norm {float(norm + apart)} at step {self.step}: lower lr or muon_lr")
         for optimizer, lr in zip(self.optimizers, (self.config.muon_lr, self.config.lr), strict=True):
@@ -219,6 +223,8 @@ class Trainer:
 
     def _measure_heldout(self) -> None:
         frozen = self.inference_drafter()
+        if self.rank:
+            return
         taus = {f"tau_n{n}": heldout_tau(self.target, frozen, self.heldout, n) for n in self._heldout_n()}
         row = {"step": self.step, "draft_tokens": self.draft_tokens, "seconds": round(self.seconds, 1), **taus}
         _append(self.folder / "heldout.csv", row)
@@ -228,19 +234,23 @@ class Trainer:
         return sorted({min(3, self.drafter.config.max_draft_tokens), min(7, self.drafter.config.max_draft_tokens)})
 
     def inference_drafter(self) -> DSparkDrafter:
-        """A copy in the target's dtype, for decoding and export."""
+        """A copy in the target's dtype, for decoding and export; every rank must ask for it."""
         copy = baselines.build(self.drafter.config)
-        copy.load_state_dict(self.drafter.state_dict())
+        copy.load_state_dict({name: ranks.whole(tensor) for name, tensor in self.drafter.state_dict().items()})
         return copy.to(self.target.dtype).to(self.target.device).eval()
 
     def _save(self) -> None:
+        named = self.drafter.named_parameters()
+        trained = {k: ranks.whole(v.detach()).contiguous() for k, v in named if v.requires_grad}
+        states = [ranks.optimizer_state(optimizer) for optimizer in self.optimizers]
+        if self.rank:
+            return
         final = self.folder / f"step-{self.step:06d}"
         temporary = self.folder / f".saving-{self.step:06d}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        trained = {k: v.detach().contiguous() for k, v in self.drafter.named_parameters() if v.requires_grad}
         save_file(trained, temporary / "trained.safetensors")
-        torch.save([optimizer.state_dict() for optimizer in self.optimizers], temporary / "optimizers.pt")
+        torch.save(states, temporary / "optimizers.pt")
         state = {"step": self.step, "draft_tokens": self.draft_tokens, "seconds": self.seconds}
         (temporary / "state.json").write_text(json.dumps({**state, "config": self._identity()}))
         shutil.rmtree(final, ignore_errors=True)
@@ -262,10 +272,11 @@ class Trainer:
         now = (self.config.steps, self.config.decay)
         return step <= now[0] and rates(*now) == rates(before["steps"], before["decay"])
 
-    def _resume(self) -> None:
+    def _resume(self) -> Path | None:
+        """Take weights and counts from the newest checkpoint, and return its folder."""
         checkpoints = sorted(self.folder.glob("step-*"))
         if not checkpoints:
-            return
+            return None
         state = json.loads((checkpoints[-1] / "state.json").read_text())
         before = state["config"]
         changed = {k for k, v in self._identity().items() if before.get(k, v) != v}
@@ -280,12 +291,10 @@ class Trainer:
         wrong = set(unexpected) | ({k for k, v in self.drafter.named_parameters() if v.requires_grad} & set(missing))
         if wrong:
             raise ValueError(f"{checkpoints[-1].name} does not fit this drafter: {sorted(wrong)[:4]}")
-        saved = torch.load(checkpoints[-1] / "optimizers.pt", weights_only=True)
-        for optimizer, optimizer_state in zip(self.optimizers, saved, strict=True):
-            optimizer.load_state_dict(optimizer_state)
         self.step, self.draft_tokens, self.seconds = state["step"], state["draft_tokens"], state["seconds"]
         for name in ("log.csv", "heldout.csv") if self.rank == 0 else ():
             _keep_until(self.folder / name, self.step)
+        return checkpoints[-1]
 
 
 def _append(path: Path, row: dict) -> None:

@@ -38,16 +38,19 @@ def first_gradients(folder: Path, micro_batches: int) -> dict[str, torch.Tensor]
     update = run._update
 
     def recording(scale):
-        ranks.sum_gradients(run.parameters)
         named = run.drafter.named_parameters()
-        gradients.update({name: p.grad.clone() for name, p in named if p.requires_grad})
-        for parameter in run.parameters:  # update sums again
-            parameter.grad /= ranks.count()
+        gradients.update({name: ranks.whole(p.grad).clone() for name, p in named if p.requires_grad})
         return update(scale)
 
     run._update = recording
     run.run()
     return gradients
+
+
+def bytes_at_rest(run: Trainer) -> tuple[int, int]:
+    """What this rank keeps between steps: of weights, and of the optimisers' state."""
+    states = [v for o in run.optimizers for state in o.state.values() for v in state.values() if v.ndim]
+    return tuple(sum(getattr(t, "_local_tensor", t).nbytes for t in tensors) for tensors in (run.parameters, states))
 
 
 def main(folder: str, job: str) -> None:
@@ -64,6 +67,7 @@ def main(folder: str, job: str) -> None:
             log = run._log
             run._log = lambda *args: (log(*args), os.kill(os.getpid(), signal.SIGKILL) if run.step == 8 else None)
         run.run()
+        torch.save(bytes_at_rest(run), folder / f"bytes-{job}-{rank}.pt")
     ranks.finish()
 
 

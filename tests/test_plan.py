@@ -120,7 +120,7 @@ def test_every_profile_fits(name, capsys):
 
 
 REFUSED = {
-    "half the GPUs for Kimi": ("kimi-k2.6", {"tensor_parallel": 4}, "weights and engine take 1[45].* of 92 GB a GPU"),
+    "half the GPUs for Kimi": ("kimi-k2.6", {"tensor_parallel": 4}, "weights and engine take 1[45].* of 96 GB a GPU"),
     "no room for a request": ("kimi-k2.6", {"gpu_memory": 0.58, "max_model_len": 262144}, "where one request may have"),
     "no room for a trainer": (
         "kimi-k2.6",

@@ -77,3 +77,13 @@ def test_a_killed_rank_stops_all_and_they_resume_as_if_nothing_had_been(folder):
         load_file(folder / f"run-{k}" / "step-000012" / "trained.safetensors") for k in ("resumed", "straight")
     )
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs) and set(mine) == set(theirs)
+
+
+def test_a_rank_keeps_its_share_of_weights_and_optimizer_state(folder):
+    """FSDP2: between steps nothing is there twice."""
+    two_ranks(folder, "shares")
+    alone = ranks_job.build(folder / "run-alone", 3, steps=12)
+    alone.run()
+    shares = [torch.load(folder / f"bytes-shares-{rank}.pt", weights_only=True) for rank in range(2)]
+    for whole, *parts in zip(ranks_job.bytes_at_rest(alone), *shares, strict=True):
+        assert sum(parts) == whole and max(parts) < 0.6 * whole

@@ -516,6 +516,7 @@ def test_twenty_kills_of_either_side_lose_double_and_damage_nothing(target, veri
     assert "refuses a message" not in (fleet.folder / "killed.log").read_text()
     for endpoint in verifier.endpoints:
         with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections linger; listeners must not
             probe.bind(("127.0.0.1", int(endpoint.rpartition(":")[2])))
     with capsys.disabled():
         worst = max(abs(float(b["loss"]) / float(a["loss"]) - 1) for a, b in zip(calm, shaken, strict=True))
