@@ -388,9 +388,13 @@ def main(argv: list[str]) -> None:
     table = sweep(config, args.out)
     columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]
     print(table[columns].round(3).to_string(index=False))
-    if args.against:
-        from dspark import tables  # which draws in matplotlib
+    from dspark import tables  # which draws in matplotlib
 
+    if len(config.drafters) > 1:
+        compared = tables.paired(read_jsonl(args.out / "records.jsonl"), next(iter(config.drafters)))
+        compared.to_csv(args.out / "paired.csv", index=False)
+        print(compared.round(3).to_string(index=False))
+    if args.against:
         compared = tables.agreement(*(read_jsonl(folder / "records.jsonl") for folder in (args.out, args.against)))
         compared.to_csv(args.out / "agreement.csv", index=False)
         print(compared.round(4).to_string(index=False))

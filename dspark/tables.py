@@ -154,3 +154,30 @@ def agreement(mine: list[dict], theirs: list[dict]) -> pd.DataFrame:
             "same_steps": int(steps.sum()),
         })  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def paired(records: list[dict], drafter: str, draws: int = 2000, seed: int = 0) -> pd.DataFrame:
+    """`drafter` beside every other one of a sweep on the same prompts, a row each and n that both have: its speed over
+    theirs and its accepted length minus theirs, plain means over benchmarks, with 95% percentile intervals over prompts
+    drawn anew within each benchmark, the same ones for both."""
+    data = pd.DataFrame(records)
+    data["steps"], data["kept"] = data["accepted"].map(len), data["accepted"].map(sum)
+    counts = ["output_tokens", "seconds", "steps", "kept"]
+    rng, cells, rows = np.random.default_rng(seed), {}, []
+    sizes = data.groupby("benchmark")["prompt"].nunique()
+    picks = {b: np.vstack([np.arange(P), rng.integers(P, size=(draws, P))]) for b, P in sizes.items()}  # row 0: all
+    for key, cell in data.sort_values("prompt").groupby(["drafter", "n"], sort=False):
+        of_set = {b: part[counts].to_numpy(float) for b, part in cell.groupby("benchmark")}
+        sums = np.stack([of_set[b][pick].sum(1) for b, pick in picks.items()])
+        tokens, seconds, steps, kept = np.moveaxis(sums, -1, 0)  # [benchmarks, 1 + draws] each
+        cells[key] = tokens / seconds, 1 + kept / steps
+    for (other, n), (speed, tau) in cells.items():
+        if other == drafter or (drafter, n) not in cells:
+            continue
+        mine, row = cells[drafter, n], {"drafter": drafter, "against": other, "n": n}
+        compared = {"speed_ratio": mine[0] / speed, "tau_difference": mine[1] - tau}
+        for name, values in compared.items():
+            whole, *drawn = values.mean(0)
+            row[name], (row[f"{name}_low"], row[f"{name}_high"]) = whole, np.percentile(drawn, [2.5, 97.5])
+        rows.append(row)
+    return pd.DataFrame(rows)

@@ -2,6 +2,7 @@
 
 import csv
 
+import numpy as np
 import pandas as pd
 import pytest
 from pytest import approx
@@ -118,3 +119,25 @@ def test_engines_are_compared_answer_by_answer():
     assert row.tau == 1 + 4 / 5 and row.tau_other == 1 + 7 / 5 and row.difference == row.tau / row.tau_other - 1
     with pytest.raises(ValueError, match="no answer in common"):
         tables.agreement(ours, [theirs[0] | {"n": 4}])
+
+
+def test_paired_comparisons_draw_the_same_prompts_for_both():
+    """A drafter that is 1.25 times as fast and accepts half a token more on every prompt is so in every draw, however
+    unlike the prompts are; the intervals of a real difference are wider."""
+    generator = np.random.default_rng(0)
+    records = []
+    for benchmark in ("own-gsm8k", "own-aime"):
+        for prompt in range(5):
+            seconds, steps = generator.uniform(1, 9), [int(k) for k in generator.integers(1, 3, 20)]
+            shared = {"benchmark": benchmark, "prompt": prompt, "n": 3, "output_tokens": 64}
+            records.append(shared | {"drafter": "dflash", "seconds": seconds, "accepted": steps})
+            more = [k + (i % 2) for i, k in enumerate(steps)]
+            records.append(shared | {"drafter": "dspark", "seconds": seconds / 1.25, "accepted": more})
+            records.append(shared | {"drafter": "eagle3", "seconds": generator.uniform(1, 9), "accepted": steps})
+    table = tables.paired(records, "dspark").set_index("against")
+    assert table.loc["dflash", ["speed_ratio", "speed_ratio_low", "speed_ratio_high"]].tolist() == pytest.approx(
+        [1.25] * 3
+    )
+    assert table.loc["dflash", "tau_difference_low"] == pytest.approx(0.5) == table.loc["dflash", "tau_difference_high"]
+    low, whole, high = table.loc["eagle3", ["speed_ratio_low", "speed_ratio", "speed_ratio_high"]]
+    assert low + 0.1 < whole < high - 0.1 and set(table.n) == {3} and "dspark" not in table.index
