@@ -212,6 +212,9 @@ def test_the_command_takes_drafters_by_name(monkeypatch, tmp_path, capsys):
 
     def stop(config, out):
         asked.append((config, out))
+        record = {"benchmark": "own-aime", "prompt": 0, "n": 3, "output_tokens": 8, "seconds": None, "accepted": [1, 1]}
+        records = [record | {"drafter": "mine"}, record | {"drafter": "prompt-lookup", "accepted": [1, 0]}]
+        (out / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches"]
         return pd.DataFrame(columns=[*columns, "near_ties"])
 
@@ -224,3 +227,6 @@ def test_the_command_takes_drafters_by_name(monkeypatch, tmp_path, capsys):
     assert config.drafters == {"mine": "some/folder", "prompt-lookup": "prompt-lookup"} and out == tmp_path
     assert (config.engine, config.thinking, config.revision, config.n_values) == ("vllm", False, "main", (3, 7))
     assert config.cells == [("mine", 3), ("mine", 7), ("prompt-lookup", 3), ("prompt-lookup", 7)]
+    (compared,) = pd.read_csv(tmp_path / "paired.csv").to_dict("records")  # without a GPU vLLM's speed is left empty
+    assert compared["against"] == "prompt-lookup" and compared["tau_difference"] == 0.5
+    assert math.isnan(compared["speed_ratio"])
