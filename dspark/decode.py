@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dspark import schedule
 from dspark.drafter import DSparkDrafter
 from dspark.kernels import verify
 from dspark.target import Target
@@ -59,17 +61,6 @@ def verify_greedy(logits: Tensor, drafts: Tensor) -> tuple[int, int]:
     return int(accepted), int(following)
 
 
-def confident_prefix(confidence: Tensor, threshold: float, temperatures: Tensor | None = None) -> int:
-    """How many drafts to verify: the longest prefix whose survival (product of confidences) is >= threshold.
-    confidence [n]; temperatures [>= n] calibrate it (dspark.schedule).
-
-    c_k looks at the tokens before draft k only, so the choice never depends on a token that it admits: lossless.
-    """
-    if temperatures is not None:
-        confidence = torch.sigmoid(confidence.double().logit() / temperatures[: len(confidence)])
-    return int((confidence.cumprod(0) >= threshold).int().cumprod(0).sum())
-
-
 @torch.inference_mode()
 def decode(
     target: Target,
@@ -78,22 +69,24 @@ def decode(
     n: int,
     max_new_tokens: int,
     temperature: float = 0.0,
-    threshold: float = 0.0,
     seed: int = 0,
     stop_token_ids: frozenset[int] | None = None,
-    temperatures: Tensor | None = None,
+    policy=None,
+    temperatures: np.ndarray | None = None,
 ) -> Iterator[Step]:
     """Answer `prompt` with n drafts a step, yielding each Step as it is verified; n = 0 decodes without a drafter.
 
-    threshold: verify only drafts whose survival reaches it; temperatures [>= n] calibrate the confidences for that."""
+    policy: Threshold or Scheduler of dspark.schedule, which choose the prefix of them that is verified; None verifies
+    all. temperatures [>= n] calibrate the confidences that it sees. c_k looks at the tokens before draft k only, so no
+    choice depends on a token that it admits: lossless."""
     if n and drafter is None:
         raise ValueError(f"num_speculative_tokens = {n} needs a drafter; n = 0 is the autoregressive baseline")
     if not prompt:
         raise ValueError("the prompt holds no token: give at least one")
     if n:
         drafter.config.check_taps(target)
-    if threshold > 0 and n and drafter.confidence_head is None:
-        raise ValueError(f"threshold = {threshold} needs a drafter with a confidence head")
+    if policy is not None and n and drafter.confidence_head is None:
+        raise ValueError(f"{policy.name} needs a drafter with a confidence head")
     stop = target.eos_token_ids if stop_token_ids is None else stop_token_ids
     generator = torch.Generator(target.device).manual_seed(seed)
     cache = target.new_cache(1, len(prompt) + max_new_tokens + n + 1)
@@ -113,21 +106,23 @@ def decode(
         yield step._replace(emitted=emitted)
         if budget <= 0 or emitted[-1] in stop:
             return
-        limit = (threshold, temperatures)
-        step, features = _step(target, drafter, anchor, cache, context, length, n, temperature, limit, generator)
+        choice = (policy, temperatures)
+        step, features = _step(target, drafter, anchor, cache, context, length, n, temperature, choice, generator)
         if context is not None:
             drafter.extend(context, features, anchor.new_tensor([int(anchor), *step.drafts[: step.accepted]]))
         length += step.accepted + 1
         anchor = anchor.new_tensor([step.emitted[-1]])
 
 
-def _step(target, drafter, anchor, cache, context, length, n, temperature, limit, generator):
+def _step(target, drafter, anchor, cache, context, length, n, temperature, choice, generator):
     """One draft-verify-accept cycle: (the Step, target features [accepted + 1, m*H] of what it committed)."""
     drafts, q, confidence = anchor[:0], None, None
     if n:
         drafts, q, confidence = drafter.draft(anchor, context, n, temperature, generator)
-        if limit[0] > 0:
-            drafts = drafts[: confident_prefix(confidence, *limit)]
+        policy, temperatures = choice
+        if policy is not None:
+            survival = schedule.survival(confidence.float().cpu().numpy()[None], temperatures)
+            drafts = drafts[: policy.lengths(survival)[0]]
     out = target.forward(torch.cat([anchor, drafts])[None], cache, length)
     uniforms = None
     if temperature > 0:

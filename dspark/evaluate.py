@@ -24,8 +24,9 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from dspark import __version__, baselines
+from dspark import __version__, baselines, schedule
 from dspark.answers import is_correct
+from dspark.batched import profile_steps
 from dspark.data import BENCHMARKS, OWN_SETS, benchmark_file, load_prompts, read_jsonl
 from dspark.decode import answer
 from dspark.paths import DATA, ROOT
@@ -38,6 +39,7 @@ MAX_POSITIONS = 8  # accept_pos columns
 # tokens, after 1/64 had refused one of 336 answers by a hair (gap 0.375, limit 0.369).
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-5}
 ENGINES = ("dspark", "vllm")
+STEP_COSTS, COST_REPEATS = "step_costs.csv", 15  # what the scheduler knows of this machine
 COMMITTED_DRAFTER = DATA / "drafters" / "smollm2-135m-dspark"
 COMMITTED_BASELINES = {name: DATA / "drafters" / f"smollm2-135m-{name}" for name in ("dflash", "eagle3-mla")}
 
@@ -60,14 +62,14 @@ class SweepConfig:
     thinking: bool | None = None  # what the chat template is told; None: nothing, its default
     n_of: dict[str, tuple[int, ...]] = field(default_factory=dict)  # drafters that draft other n than n_values
     vllm_args: str = ""  # further arguments of vLLM's server
-    thresholds: dict[str, float] = field(default_factory=dict)  # drafters of which only confident prefixes are verified
+    scheduled: tuple[str, ...] = ()  # drafters of whose drafts only those that pay are verified (schedule.Scheduler)
     concurrency: int = 1  # requests at once, by vLLM; speeds are then those of a request among so many
 
     def __post_init__(self):
-        if unknown := set(self.thresholds) - set(self.drafters):
-            raise ValueError(f"thresholds of {sorted(unknown)}: the drafters are {', '.join(self.drafters)}")
-        if self.thresholds and self.engine == "vllm":
-            raise ValueError("vLLM verifies every draft: thresholds need engine dspark")
+        if unknown := set(self.scheduled) - set(self.drafters):
+            raise ValueError(f"scheduled = {sorted(unknown)}: the drafters are {', '.join(self.drafters)}")
+        if self.scheduled and self.engine == "vllm":
+            raise ValueError("vLLM verifies every draft: scheduled drafters need engine dspark")
         if self.concurrency < 1 or (self.concurrency > 1 and self.engine != "vllm"):
             raise ValueError(f"concurrency = {self.concurrency}: at least 1, and more than 1 needs engine vllm")
         if self.engine not in ENGINES:
@@ -104,7 +106,8 @@ def sweep(config: SweepConfig, out: Path, fresh: bool = False) -> pd.DataFrame:
     sets = [load_prompts(name, config.prompts, folder, config.revision or None) for name in config.benchmarks]
     path = out / "records.jsonl"
     if fresh:
-        path.unlink(missing_ok=True)
+        for old in (path, out / STEP_COSTS):
+            old.unlink(missing_ok=True)
     records = _read_records(path, config, {s.benchmark: s.hash for s in sets})
     done = {(r["drafter"], r["benchmark"], r["n"], r["prompt"]) for r in records}
     units = [(s, i) for s in sets for i in range(len(s.prompts))]
@@ -146,6 +149,7 @@ def _measure_here(config: SweepConfig, missing, folder: Path):
     hello = target.encode_chat([{"role": "user", "content": "Say hello."}])
     for drafter in (None, *drafters.values()):
         run(drafter, hello, 2 if drafter else 0, 8)
+    choices = _choices(config, target, drafters, hello, folder)
     for prompts, i, cells in missing:
         if not cells:
             continue
@@ -153,9 +157,26 @@ def _measure_here(config: SweepConfig, missing, folder: Path):
         options = {"temperature": config.temperature, "seed": config.seed + i}
         plain = run(None, chat, 0, config.max_new_tokens, **options)
         for name, n in cells:
-            limit = config.thresholds.get(name, 0.0)
-            got = run(drafters[name], chat, n, config.max_new_tokens, threshold=limit, **options)
+            got = run(drafters[name], chat, n, config.max_new_tokens, **options, **choices.get((name, n), {}))
             yield record_of(config, name, n, prompts, i, chat, plain, got, target, target.tokenizer)
+
+
+def _choices(config: SweepConfig, target: Target, drafters: dict, chat: list[int], folder: Path) -> dict:
+    """{(drafter, n): decode's options} of the scheduled drafters: the scheduler on step costs that are measured here,
+    once a sweep (folder/step_costs.csv), and the temperatures saved with the checkpoint, if it was calibrated."""
+    path, options = folder / STEP_COSTS, {}
+    table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["drafter", "drafts"])
+    for name, n in (cell for cell in config.cells if cell[0] in config.scheduled):
+        mine = table[(table.drafter == name) & (table.drafts == n)]
+        if mine.empty:
+            target.layer_ids = drafters[name].config.target_layer_ids
+            mine = profile_steps(target, drafters[name], [chat], [n], (1,), COST_REPEATS).assign(drafter=name)
+            table = pd.concat([table, mine]) if len(table) else mine
+            table.to_csv(path, index=False)
+        policy = schedule.Scheduler(n, schedule.StepCost.from_table(mine))
+        temperatures = schedule.load_temperatures(Path(config.drafters[name]), n)
+        options[name, n] = {"policy": policy, "temperatures": temperatures}
+    return options
 
 
 def record_of(
@@ -174,7 +195,7 @@ def record_of(
         "rendered": hashlib.sha256(json.dumps(chat).encode()).hexdigest()[:16], "thinking": config.thinking,
         "max_new_tokens": config.max_new_tokens, "prompt_tokens": len(chat), "output_tokens": len(got.tokens),
         "output": hashlib.sha256(json.dumps(got.tokens).encode()).hexdigest()[:16], "seconds": got.seconds,
-        "threshold": config.thresholds.get(drafter, 0.0),
+        "scheduled": drafter in config.scheduled,
         "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs, "tie_gap": gap,
         "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
         "correct": correct[0], "baseline_correct": correct[1], **extra,
@@ -206,7 +227,7 @@ def _read_records(path: Path, config: SweepConfig, hashes: dict[str, str]) -> li
         mine = config.cell(record["drafter"], record["benchmark"], record["n"]) | {
             "max_new_tokens": config.max_new_tokens,
             "thinking": config.thinking,
-            "threshold": config.thresholds.get(record["drafter"], 0.0),
+            "scheduled": record["drafter"] in config.scheduled,
         }
         other = {name for name, value in mine.items() if record.get(name) != value}
         if record["prompt_set"] != hashes.get(record["benchmark"], record["prompt_set"]):
@@ -369,8 +390,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help="auto: bfloat16 where it is native, else float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--against", type=Path, help="--out of the other engine's sweep: compare every step with it")
-    limit_help = "verify only drafts of NAME whose survival reaches X; of prefixes, so lossless"
-    parser.add_argument("--threshold", nargs="+", default=[], metavar="NAME=X", help=limit_help)
+    scheduled_help = "verify of NAME's drafts only those that pay, by their confidences and measured step costs"
+    parser.add_argument("--scheduled", nargs="+", default=[], metavar="NAME", help=scheduled_help)
     parser.add_argument("--concurrency", type=int, default=1, help="requests at once, with --engine vllm")
     parser.add_argument("--vllm-args", default="", help="further arguments for vLLM's server, as one text")
     parser.add_argument("--out", type=Path, required=True)
@@ -383,7 +404,7 @@ def main(argv: list[str]) -> None:
         benchmark_folder=args.benchmarks, revision=args.revision, vllm_args=args.vllm_args,
         concurrency=args.concurrency,
         thinking=None if args.thinking is None else args.thinking == "on",
-        thresholds={name: float(x) for name, _, x in (item.partition("=") for item in args.threshold)},
+        scheduled=tuple(args.scheduled),
     )  # fmt: skip
     table = sweep(config, args.out)
     columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]

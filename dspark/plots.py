@@ -49,7 +49,7 @@ _BLUE, _ORANGE, _GREEN, _, _PINK, _BROWN, _, _GREY, _, _SKY = sns.color_palette(
 DRAFTER_STYLE = {
     "autoregressive": {"color": _GREY, "marker": "", "linestyle": (0, (1, 1)), "label": "Autoregressive"},
     "dspark": {"color": _BLUE, "marker": "o", "linestyle": "-", "label": "DSpark"},
-    "dspark-confident": {"color": _SKY, "marker": "P", "linestyle": (0, (4, 1, 1, 1)), "label": "DSpark, confident"},
+    "dspark-scheduled": {"color": _SKY, "marker": "P", "linestyle": (0, (4, 1, 1, 1)), "label": "DSpark, scheduled"},
     "dflash": {"color": _ORANGE, "marker": "s", "linestyle": (0, (5, 1.5)), "label": "DFlash"},
     "eagle3": {"color": _GREEN, "marker": "^", "linestyle": (0, (3, 1, 1, 1)), "label": "Eagle3"},
     "eagle3-mla": {"color": _PINK, "marker": "D", "linestyle": (0, (1, 0.7)), "label": "Eagle3-MLA"},

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from dspark import UserError, checkpoint
+from dspark import UserError, checkpoint, schedule
 from dspark.decode import Answer, Step, answer, decode
 from dspark.evaluate import COMMITTED_DRAFTER, NEAR_TIE, tie_gap
-from dspark.schedule import load_temperatures
 from dspark.target import EMBEDDED, Target, resolve_dtype
 
 DEFAULT_N = 3  # drafts a step: the best mean speedup of the committed drafter (data/results/cpu)
@@ -65,9 +64,10 @@ def generate(args) -> int:
         prompt = encode(target, args.prompt)
         options = {"temperature": args.temperature, "seed": args.seed}
         length = min(WARM_UP, args.max_new_tokens)
-        limit = {"threshold": args.threshold, "temperatures": None}
-        if args.threshold > 0 and (fitted := load_temperatures(Path(args.drafter or COMMITTED_DRAFTER), n)) is not None:
-            limit["temperatures"] = torch.from_numpy(fitted).to(target.device)
+        limit = {}
+        if args.threshold > 0:
+            fitted = schedule.load_temperatures(Path(args.drafter or COMMITTED_DRAFTER), n)
+            limit = {"policy": schedule.Threshold(n, args.threshold), "temperatures": fitted}
         answer(target, drafter, prompt, n, length, **limit, **options)
         got = stream(target, drafter, prompt, n, args.max_new_tokens, **limit, **options)
         target.layer_ids = ()  # the baseline pays for no hidden state

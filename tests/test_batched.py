@@ -97,13 +97,10 @@ def test_every_step_is_that_of_decode(toy, changes):
 
 @pytest.mark.parametrize("temperatures", [None, [0.5, 2.0, 3.0]])
 def test_one_request_verifies_what_decode_verifies(toy, drafter, temperatures):
-    scale = None if temperatures is None else torch.tensor(temperatures)
-    options, verified = {"stop_token_ids": NEVER}, set()
-    for threshold in (0.0, 0.3, 0.6):
-        alone = answer(toy, drafter, PROMPTS[2], 3, 20, threshold=threshold, temperatures=scale, **options)
-        (served,) = serve(
-            toy, drafter, PROMPTS[2:3], Threshold(3, threshold), 1, 20, temperatures=temperatures, **options
-        )
+    options, verified = {"stop_token_ids": NEVER, "temperatures": temperatures}, set()
+    for policy in (Threshold(3, 0.0), Threshold(3, 0.3), Threshold(3, 0.6), Scheduler(3, COST)):
+        alone = answer(toy, drafter, PROMPTS[2], 3, 20, policy=policy, **options)
+        (served,) = serve(toy, drafter, PROMPTS[2:3], policy, 1, 20, **options)
         assert (served.tokens, served.drafted, served.accepted) == (alone.tokens, alone.drafted, alone.accepted)
         verified |= set(alone.drafted)
     assert len(verified) > 2

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -11,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark import baselines
 from dspark.config import DSparkConfig
-from dspark.decode import Answer, answer, confident_prefix, decode, draft_ids, pooled_tau, step_parts, verify_greedy
+from dspark.decode import Answer, answer, decode, draft_ids, pooled_tau, step_parts, verify_greedy
 from dspark.drafter import Draft, DSparkDrafter
 from dspark.kernels import verify
+from dspark.schedule import Scheduler, StepCost, Threshold
 from dspark.target import Target
 
 LIKED = torch.tensor([14, 23, 25, 31, 36])  # what the toy target says most: a random drafter is right now and then
@@ -138,8 +140,8 @@ def test_missing_or_unfit_drafters_are_named(toy):
         answer(toy, None, [5], 3, 4)
     with pytest.raises(ValueError, match="num_speculative_tokens = 5"):
         answer(toy, tiny_drafter(toy), [5], 5, 4)
-    with pytest.raises(ValueError, match="threshold = 0.5 needs a drafter with a confidence head"):
-        answer(toy, tiny_drafter(toy, confidence_head=False), [5], 3, 4, threshold=0.5)
+    with pytest.raises(ValueError, match="threshold 0.5 needs a drafter with a confidence head"):
+        answer(toy, tiny_drafter(toy, confidence_head=False), [5], 3, 4, policy=Threshold(3, 0.5))
     with pytest.raises(ValueError, match="256"):
         answer(toy, None, [5] * 250, 0, 20)
 
@@ -225,12 +227,6 @@ def test_rejected_drafts_leave_no_trace_in_the_targets_cache(lively):
 # ---- confidence threshold (pitfall 56)
 
 
-def test_confident_prefix_multiplies():
-    c = torch.tensor([0.9, 0.5, 0.9])  # survival .9, .45, .405
-    assert [confident_prefix(c, t) for t in (0.0, 0.4, 0.42, 0.5, 0.95)] == [3, 3, 2, 1, 0]
-    assert confident_prefix(torch.tensor([0.5, 1.0, 1.0]), 0.6) == 0  # never slot 2 without slot 1
-
-
 def test_threshold_narrows_the_verification_and_keeps_the_output(toy, monkeypatch):
     drafter = tiny_drafter(toy, seed=3)
     forward, widths = toy.forward, []
@@ -238,7 +234,7 @@ def test_threshold_narrows_the_verification_and_keeps_the_output(toy, monkeypatc
     total, fixed = [], [answer(toy, drafter, list(p), 4, 24) for p in PROMPTS]
     for threshold in (0.0, 0.1, 0.3, 0.6, 1.0):
         widths.clear()
-        answers = [answer(toy, drafter, list(p), 4, 24, threshold=threshold) for p in PROMPTS]
+        answers = [answer(toy, drafter, list(p), 4, 24, policy=Threshold(4, threshold)) for p in PROMPTS]
         assert [a.tokens for a in answers] == [a.tokens for a in fixed]
         verified = widths[:]
         for prompt, got in zip(PROMPTS, answers, strict=True):
@@ -404,14 +400,14 @@ def joint_of_the_target(target, prompt: list[int], temperature: float) -> torch.
     return joint
 
 
-def p_value(target, drafter, prompt, temperature, runs, threshold=0.0) -> float:
+def p_value(target, drafter, prompt, temperature, runs, policy=None) -> float:
     """Chi-square of `runs` decoded answers against the exact joint; rare cells are merged."""
     joint = joint_of_the_target(target, prompt, temperature).flatten()
     assert float(joint.sum()) == pytest.approx(1)
     counts, accepted = Counter(), Counter()
     for seed in range(runs):
         got = answer(
-            target, drafter, prompt, 3, 3, temperature=temperature, threshold=threshold, seed=seed, stop_token_ids=NEVER
+            target, drafter, prompt, 3, 3, temperature=temperature, policy=policy, seed=seed, stop_token_ids=NEVER
         )
         counts[got.tokens[1] * SMALL + got.tokens[2]] += 1
         accepted[got.accepted[0]] += 1
@@ -427,9 +423,13 @@ def p_value(target, drafter, prompt, temperature, runs, threshold=0.0) -> float:
     return float(chisquare(cells.numpy(), wanted.numpy()).pvalue)
 
 
-@pytest.mark.parametrize("temperature, threshold", [(0.8, 0.0), (1.0, 0.0), (1.0, 0.3)])
-def test_sampled_answers_have_the_targets_distribution(small, temperature, threshold):
-    assert p_value(*small, [3, 1], temperature, 600, threshold) > 0.01
+RISING = StepCost(np.array([1]), np.array([[1.0, 1.2, 1.5, 2.0]]))
+
+
+@pytest.mark.parametrize("temperature, policy", [(0.8, None), (1.0, None), (1.0, Threshold(3, 0.3)),
+                                                 (1.0, Scheduler(3, RISING))])  # fmt: skip
+def test_sampled_answers_have_the_targets_distribution(small, temperature, policy):
+    assert p_value(*small, [3, 1], temperature, 600, policy) > 0.01
 
 
 @pytest.mark.parametrize("fault", ["q of another temperature", "q uniform"])

@@ -62,24 +62,44 @@ def test_several_drafters_share_a_sweep_which_resumes(eagle3, tmp_path):
             sweep(replace(config, **other), tmp_path)
 
 
-def test_a_threshold_verifies_less_of_the_same_drafts_and_changes_no_answer(tmp_path):
+def test_a_scheduled_drafter_verifies_what_pays_and_changes_no_answer(tmp_path):
     folder = str(COMMITTED_DRAFTER)
     config = SweepConfig(
-        "test", drafters={"dspark": folder, "dspark-confident": folder}, benchmarks=("own-gsm8k",), prompts=1,
-        n_values=(7,), max_new_tokens=16, dtype="float32", thresholds={"dspark-confident": 0.3},
+        "test", drafters={"dspark": folder, "dspark-scheduled": folder}, benchmarks=("own-gsm8k",), prompts=1,
+        n_values=(7,), max_new_tokens=16, dtype="float32", scheduled=("dspark-scheduled",),
     )  # fmt: skip
+    dear = [{"drafts": 7, "requests": 1, "tokens": 1 + j, "step_ms": 20 + 4 * j, "drafter": "dspark-scheduled"}
+            for j in range(8)]  # fmt: skip
+    pd.DataFrame(dear).to_csv(tmp_path / "step_costs.csv", index=False)  # measured before: not measured again
     table = sweep(config, tmp_path).set_index("drafter")
+    assert pd.read_csv(tmp_path / "step_costs.csv").to_dict("records") == dear
     assert (table.mismatches == 0).all() and table.output_tokens.nunique() == 1
     assert table.drafted["dspark"] == 7 * table.steps["dspark"]
-    assert table.drafted["dspark-confident"] < 7 * table.steps["dspark-confident"]
+    assert table.drafted["dspark-scheduled"] < 7 * table.steps["dspark-scheduled"]
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert {r["drafter"]: r["threshold"] for r in records} == {"dspark": 0.0, "dspark-confident": 0.3}
-    with pytest.raises(ValueError, match="another run .*threshold"):
-        sweep(replace(config, thresholds={"dspark-confident": 0.2}), tmp_path)
-    with pytest.raises(ValueError, match="thresholds of .*nobody.*the drafters are dspark"):
-        replace(config, thresholds={"nobody": 0.2})
+    assert {r["drafter"]: r["scheduled"] for r in records} == {"dspark": False, "dspark-scheduled": True}
+    with pytest.raises(ValueError, match="another run .*scheduled"):
+        sweep(replace(config, scheduled=()), tmp_path)
+    with pytest.raises(ValueError, match="scheduled = .*nobody.*the drafters are dspark"):
+        replace(config, scheduled=("nobody",))
     with pytest.raises(ValueError, match="vLLM verifies every draft"):
         replace(config, engine="vllm")
+
+
+def test_step_costs_are_measured_once_a_sweep(tmp_path):
+    folder = str(COMMITTED_DRAFTER)
+    config = SweepConfig(
+        "test", drafters={"dspark": folder}, benchmarks=("own-gsm8k",), prompts=1, n_values=(2,), max_new_tokens=4,
+        dtype="float32", scheduled=("dspark",),
+    )  # fmt: skip
+    sweep(config, tmp_path)
+    costs = pd.read_csv(tmp_path / "step_costs.csv")
+    assert costs[["drafter", "drafts", "tokens"]].to_numpy().tolist() == [["dspark", 2, 1 + j] for j in range(3)]
+    assert (costs.step_ms > 0).all()
+    sweep(replace(config, n_values=(2, 3)), tmp_path)  # resumed with another n: only that one is measured
+    more = pd.read_csv(tmp_path / "step_costs.csv")
+    pd.testing.assert_frame_equal(more[:3], costs)
+    assert more.drafts.tolist() == [2] * 3 + [3] * 4
 
 
 def test_a_drafter_that_is_not_there_or_too_short_is_named(tmp_path):
