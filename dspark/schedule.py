@@ -123,6 +123,7 @@ class StepCost:
 
     requests: np.ndarray  # [I], rising
     seconds: np.ndarray  # [I, n + 1]
+    rates: dict[int, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)  # by R
 
     @classmethod
     def from_table(cls, table: pd.DataFrame) -> "StepCost":
@@ -136,9 +137,13 @@ class StepCost:
 
     def steps_per_second(self, requests: int) -> Callable[[int], float]:
         """SPS(B) for R requests, R <= B <= R * (n + 1): linear between measured points, in R and in B."""
-        drafts = np.arange(self.seconds.shape[1])
-        at = [np.interp(requests, self.requests, self.seconds[:, j]) for j in drafts]
-        return lambda tokens: 1 / float(np.interp(tokens / requests - 1, drafts, at))
+        if requests not in self.rates:  # a search asks for many B at every step
+            drafts = np.arange(self.seconds.shape[1])
+            at = [np.interp(requests, self.requests, self.seconds[:, j]) for j in drafts]
+            tokens = np.arange(requests, requests * len(drafts) + 1)
+            self.rates[requests] = (1 / np.interp(tokens / requests - 1, drafts, at)).tolist()
+        rates = self.rates[requests]
+        return lambda tokens: rates[tokens - requests]
 
 
 def by_drafts(table: pd.DataFrame) -> dict[int, StepCost]:
@@ -171,19 +176,18 @@ def drafts_to_make(costs: dict[int, StepCost], survival: np.ndarray, accepted: n
 # ---- searches
 
 
-def ranking(survival: np.ndarray) -> list[tuple[int, int]]:
-    """Candidates (request, draft), best first. Ties go by place, never by value, so that no draft precedes an earlier
-    one of its request: every cut of the list is a set of prefixes."""
-    R, n = survival.shape
-    return sorted(((r, k) for r in range(R) for k in range(n)), key=lambda at: (-survival[at], at[1], at[0]))
+def ranking(survival: np.ndarray) -> list[tuple[float, int, int]]:
+    """Candidates (-survival, draft, request), best first. Ties go by place, never by value, so that no draft precedes
+    an earlier one of its request: every cut of the list is a set of prefixes."""
+    return sorted((-chance, k, r) for r, row in enumerate(survival.tolist()) for k, chance in enumerate(row))
 
 
 def _expected_rates(survival: np.ndarray, steps_per_second: Callable[[int], float]):
     """Expected tokens/s, (R + sum of admitted survival) * SPS(B), with 0, 1, 2, ... candidates admitted."""
     tokens = expected = len(survival)
     yield expected * steps_per_second(tokens)
-    for at in ranking(survival):
-        tokens, expected = tokens + 1, expected + survival[at]
+    for chance, *_ in ranking(survival):
+        tokens, expected = tokens + 1, expected - chance
         yield expected * steps_per_second(tokens)
 
 
@@ -212,8 +216,10 @@ def global_search(survival: np.ndarray, steps_per_second: Callable[[int], float]
 
 def prefixes(survival: np.ndarray, budget: int) -> list[int]:
     """How many drafts of each request the best `budget` candidates are."""
-    chosen = ranking(survival)[:budget]
-    return [sum(r == row for r, _ in chosen) for row in range(len(survival))]
+    lengths = [0] * len(survival)
+    for *_, r in ranking(survival)[:budget]:
+        lengths[r] += 1
+    return lengths
 
 
 # ---- policies: `n` drafts are made a step; `lengths(survival)` of each request's are verified

@@ -100,7 +100,7 @@ def test_fit_refuses_what_is_no_block():
 
 def test_ranking_gives_prefixes_and_breaks_ties_by_place():
     survival = np.array([[0.9, 0.45, 0.405], [0.9, 0.9, 0.9]])
-    order = schedule.ranking(survival)
+    order = [(r, k) for _, k, r in schedule.ranking(survival)]
     assert order == [(0, 0), (1, 0), (1, 1), (1, 2), (0, 1), (0, 2)]
     for budget in range(7):
         assert sum(prefixes(survival, budget)) == budget
