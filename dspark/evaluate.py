@@ -411,10 +411,14 @@ def main(argv: list[str]) -> None:
     print(table[columns].round(3).to_string(index=False))
     from dspark import tables  # which draws in matplotlib
 
+    records = [r for r in read_jsonl(args.out / "records.jsonl") if r["drafter"] in config.drafters]
+    comparisons = {"paired_change": tables.paired_change(records)}
     if len(config.drafters) > 1:
-        compared = tables.paired(read_jsonl(args.out / "records.jsonl"), next(iter(config.drafters)))
-        compared.to_csv(args.out / "paired.csv", index=False)
-        print(compared.round(3).to_string(index=False))
+        comparisons["paired"] = tables.paired(records, next(iter(config.drafters)))
+    for name, compared in comparisons.items():
+        if len(compared):
+            compared.to_csv(args.out / f"{name}.csv", index=False)
+            print(compared.round(3).to_string(index=False))
     if args.against:
         compared = tables.agreement(*(read_jsonl(folder / "records.jsonl") for folder in (args.out, args.against)))
         compared.to_csv(args.out / "agreement.csv", index=False)

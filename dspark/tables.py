@@ -156,7 +156,7 @@ def agreement(mine: list[dict], theirs: list[dict]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def paired(records: list[dict], drafter: str, draws: int = 2000, seed: int = 0) -> pd.DataFrame:
+def paired(records: list[dict], drafter, draws: int = 2000, seed: int = 0) -> pd.DataFrame:
     """`drafter` beside every other one of a sweep on the same prompts, a row each and n that both have: its speed over
     theirs and its accepted length minus theirs, plain means over benchmarks, with 95% percentile intervals over prompts
     drawn anew within each benchmark, the same ones for both."""
@@ -181,3 +181,15 @@ def paired(records: list[dict], drafter: str, draws: int = 2000, seed: int = 0) 
             row[name], (row[f"{name}_low"], row[f"{name}_high"]) = whole, np.percentile(drawn, [2.5, 97.5])
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def paired_change(records: list[dict], low: int = 3, high: int = 7) -> pd.DataFrame:
+    """`paired` of n = high with n = low, a row each drafter that drafted both: speed at n = high over that at n = low,
+    accepted length minus that at n = low, with the same intervals."""
+    rows = []
+    for name in dict.fromkeys(r["drafter"] for r in records):
+        mine = [r | {"drafter": r["n"], "n": 0} for r in records if r["drafter"] == name and r["n"] in (low, high)]
+        if {r["drafter"] for r in mine} == {low, high}:
+            compared = paired(mine, high).drop(columns=["drafter", "against", "n"])
+            rows.append(compared.assign(drafter=name, n_low=low, n_high=high))
+    return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame()

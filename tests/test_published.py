@@ -141,3 +141,19 @@ def test_paired_comparisons_draw_the_same_prompts_for_both():
     assert table.loc["dflash", "tau_difference_low"] == pytest.approx(0.5) == table.loc["dflash", "tau_difference_high"]
     low, whole, high = table.loc["eagle3", ["speed_ratio_low", "speed_ratio", "speed_ratio_high"]]
     assert low + 0.1 < whole < high - 0.1 and set(table.n) == {3} and "dspark" not in table.index
+
+
+def test_the_change_between_two_n_is_paired_too():
+    """Three quarters of the time for the same tokens on every prompt is 4/3 of the speed, in every draw."""
+    generator, records = np.random.default_rng(1), []
+    for prompt, seconds in enumerate(generator.uniform(1, 9, 6)):
+        shared = {"benchmark": "own-aime", "prompt": prompt, "output_tokens": 48, "drafter": "dspark"}
+        records.append(shared | {"n": 3, "seconds": seconds, "accepted": [1, 2]})
+        records.append(shared | {"n": 7, "seconds": seconds * 0.75, "accepted": [1, 4]})
+        records.append(shared | {"n": 5, "seconds": 1.0, "accepted": [0]})
+        records.append(shared | {"n": 3, "seconds": 1.0, "accepted": [0], "drafter": "dflash"})  # never with n = 7
+    (row,) = tables.paired_change(records).to_dict("records")
+    assert (row["drafter"], row["n_low"], row["n_high"]) == ("dspark", 3, 7)
+    assert [row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"]] == pytest.approx([4 / 3] * 3)
+    assert [row["tau_difference"], row["tau_difference_low"], row["tau_difference_high"]] == pytest.approx([1.0] * 3)
+    assert tables.paired_change(records[:1]).empty
