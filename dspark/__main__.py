@@ -90,11 +90,12 @@ def dispatch(argv):
 
 
 def run_tests(arguments):
-    """ruff, then pytest with `arguments`, whose summary is so the last thing printed; the worse exit code."""
+    """ruff, then pytest with `arguments`, whose summary is so the last thing printed; 1 if either fails or dies."""
     from dspark.paths import ROOT
 
     tools = [["ruff", "check"], ["pytest", *arguments]]
-    return max(subprocess.run([sys.executable, "-m", *tool], cwd=ROOT).returncode for tool in tools)
+    codes = [subprocess.run([sys.executable, "-m", *tool], cwd=ROOT).returncode for tool in tools]
+    return int(any(codes))  # of a tool that a signal ended the code is negative
 
 
 def parser():

@@ -183,7 +183,8 @@ def acceptance(answers: list[Served], n: int) -> dict:
 
 
 def study(config: AblationConfig, arms: list[Arm], out: Path, fresh: bool = False) -> pd.DataFrame:
-    """Train and measure the arms, resuming from out/head_ablation.csv: one row an (arm, benchmark)."""
+    """Train and measure the arms, resuming from out/head_ablation.csv, and return their rows, in their order: one an
+    (arm, benchmark). Rows of other arms and settings stay in the file. fresh: measure these arms again."""
     out.mkdir(parents=True, exist_ok=True)
     path, data = out / "head_ablation.csv", training_data(config.target, config.response_tokens)
     target = Target.load(config.target, getattr(torch, config.dtype), _device(), config.shape.target_layer_ids)
@@ -192,8 +193,13 @@ def study(config: AblationConfig, arms: list[Arm], out: Path, fresh: bool = Fals
         arm: _digest(folder.parent.name, config.benchmarks, config.prompts, config.max_new_tokens, config.dtype)
         for arm, folder in folders.items()
     }
-    table = pd.read_csv(path) if path.exists() and not fresh else pd.DataFrame({"run": []})
-    table = table[table.run.isin(runs.values())]
+    found = pd.read_csv(path) if path.exists() else pd.DataFrame({"run": []})
+    mine = found.run.isin(runs.values())
+    others, table = found[~mine], found[mine & (not fresh)]
+
+    def save() -> None:
+        (pd.concat([others, table]) if len(others) else table).to_csv(path, index=False)
+
     for arm in (arm for arm in arms if runs[arm] not in set(table.run)):
         drafter = checkpoint.load(folders[arm], target)
         with torch.device("meta"):
@@ -203,13 +209,15 @@ def study(config: AblationConfig, arms: list[Arm], out: Path, fresh: bool = Fals
                 measure(target, drafter, config, arm)]  # fmt: skip
         rows = pd.DataFrame(rows)  # joined to an empty table, integers would become floats
         table = pd.concat([table, rows], ignore_index=True) if len(table) else rows
-        table.to_csv(path, index=False)
+        save()
+    order = {run: index for index, run in enumerate(runs.values())}
+    table = table.sort_values("run", key=lambda run: run.map(order), kind="stable", ignore_index=True)
     if table.draft_ms.isna().any():
         drafters = {runs[arm]: checkpoint.load(folder, target) for arm, folder in folders.items()}
         cells = [(run, drafter.config.block_size) for run, drafter in drafters.items()]
         times = step_parts(target, drafters, cells, chats(target, config.benchmarks[0], slice(1))[0])
         table["draft_ms"] = table.run.map({run: parts["draft_ms"] for (run, _), parts in times.items()})
-    table.to_csv(path, index=False)
+    save()
     return table
 
 
@@ -289,7 +297,12 @@ def calibration_blocks(
     temperature: float = 0.0, seed: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Real decoding with all n drafts verified, one row a block: `part` ("fit" on the last `prompts` of each set,
-    "judge" on the first), drafts `accepted`, and confidence_1..n before any calibration, to four digits."""
+    "judge" on the first), drafts `accepted`, and confidence_1..n before any calibration, to four digits. ValueError
+    where a set has fewer than twice as many prompts: no prompt may be in both parts."""
+    for name in benchmarks:
+        there = len(load_prompts(name, 10**6).prompts)
+        if not 1 <= prompts <= there // 2:
+            raise ValueError(f"prompts = {prompts}: {name} has {there}, half of them to judge by: 1 to {there // 2}")
     n, tables = drafter.config.max_draft_tokens, []
     for part, chosen in (("fit", slice(-prompts, None)), ("judge", slice(prompts))):
         every = [chat for name in benchmarks for chat in chats(target, name, chosen)]

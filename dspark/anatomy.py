@@ -123,17 +123,22 @@ def collisions(target: Target, reading: Reading, blocks: Blocks) -> list[Collisi
     return sorted(found)
 
 
-def visible(config: DSparkConfig, context: int, later: int, n: int) -> np.ndarray:
-    """bool [slots, context + later + slots]: the keys that each slot of a block sees, found by asking block_attention.
+def visible(config: DSparkConfig, context: int, later: int, n: int, layer: int = 0) -> np.ndarray:
+    """bool [slots, context + later + slots]: the keys that each slot of a block sees in draft layer `layer`, found by
+    asking block_attention. ValueError if there is no such layer.
 
     `context` rows before the anchor, `later` rows from it on (training has them, decoding does not), then the slots.
     All keys are equal and the values are rows of an identity, so that a slot's output is its row of weights.
     """
+    if not 0 <= layer < config.num_hidden_layers:
+        raise ValueError(f"layer = {layer}: draft layers are 0..{config.num_hidden_layers - 1}")
     slots, rows = config.block_length(n), context + later
+    window = config.sliding_window if layer in config.sliding_layers else None
     width = 1 << (rows + slots - 1).bit_length()  # kernels want powers of two
     values = torch.eye(rows + slots, width)[:, None]  # [keys, 1, width]
     equal = torch.zeros(rows + slots, 1, width)
     block, at = equal[rows:][None], torch.tensor([context])
     own = values[rows:][None]
-    weights = block_attention(block, equal[:rows], values[:rows], block, own, at, at - context, config.is_causal)
+    masks = {"causal": config.causal(layer), "window": window}
+    weights = block_attention(block, equal[:rows], values[:rows], block, own, at, at - context, **masks)
     return (weights[0, :, 0, : rows + slots] > 0).numpy()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dspark import schedule
-from dspark.decode import Answer, _cut, _pick, draft_ids
+from dspark.decode import Answer, _cut, _pick, check_temperature, draft_ids
 from dspark.kernels import verify
 from dspark.target import KVCache, Target
 
@@ -49,20 +49,27 @@ class _Row:
 
 class Engine:
     """Up to `concurrency` requests on one target and drafter (None where the policy's n is 0). temperatures [n]
-    calibrate the confidences that the policy sees."""
+    calibrate the confidences that the policy sees. ValueError names what cannot be batched, or does not fit."""
 
     def __init__(self, target: Target, drafter, policy, concurrency: int, max_len: int, temperature=0.0, seed=0,
                  temperatures=None):  # fmt: skip
+        check_temperature(temperature)
         if policy.n and drafter is None:
             raise ValueError(f"{policy.name} drafts {policy.n} tokens a step: give a drafter, or schedule.Fixed(0)")
         if policy.n and policy.needs_confidence and drafter.confidence_head is None:
             raise ValueError(f"{policy.name} needs a drafter with a confidence head")
         if policy.n:
             drafter.config.check_taps(target)
+        if policy.n and not hasattr(drafter, "new_caches"):
+            kind = type(drafter).__name__
+            raise ValueError(f"drafter {kind} cannot draft for a batch: decode one request at a time, by dspark.decode")
         self.target, self.drafter, self.policy = target, drafter if policy.n else None, policy
         self.temperature, self.temperatures, self.max_len = temperature, temperatures, max_len
         self.generator = torch.Generator(target.device).manual_seed(seed)
         self.cache = target.new_cache(concurrency, max_len)
+        if not isinstance(self.cache, KVCache):  # a TransformersTarget's
+            mend = "decode one request at a time, by dspark.decode"
+            raise ValueError(f"target {target.name!r} cannot hold requests of different lengths: {mend}")
         self.free = drafter.new_caches(concurrency, max_len) if policy.n else []  # contexts that no row has
         self.rows: list[_Row] = []
 

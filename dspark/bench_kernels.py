@@ -188,7 +188,6 @@ def markov(shape: str, config: DSparkConfig, B: int) -> Case:
         return {
             "kernel": lambda: kernels.markov_decode(*args),
             "kernel, CUDA graph": _graphed(lambda: kernels.markov_decode(*args)),
-            "kernel, 64 candidates": lambda: kernels.markov_decode(*args, None, 64),
             "reference": lambda: markov_decode_reference.markov_decode(*args),
         }
 

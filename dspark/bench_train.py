@@ -113,7 +113,8 @@ class Speculators:
 def measure(trainer: str, data: Path, steps: int) -> dict:
     """Warm up with one step, time `steps`: draft tokens, seconds a stage, and peak memory above the loaded weights."""
     torch.set_flush_denormal(True)
-    shape, config = PRESETS[EMBEDDED], TrainConfig(steps=steps + 1)
+    shape = PRESETS[EMBEDDED]
+    config = TrainConfig(steps=steps + 1).fitted(shape)
     target = Target.load(EMBEDDED, torch.bfloat16, "cpu", shape.target_layer_ids)
     samples = load_samples(data, target)[:400]
     source = LocalSource(target, samples, cache_dir() / "hidden")
@@ -190,7 +191,6 @@ def main(argv: list[str]) -> None:
             print(rows[-1])
     table = pd.DataFrame(rows)
     table["draft_tokens_per_s"] = (table.draft_tokens / table[list(STAGES)].sum(axis=1)).round(1)
-    table["blocks_per_s"] = (table.draft_tokens_per_s / PRESETS[EMBEDDED].block_size).round(1)
     table["threads"], table["hardware"] = torch.get_num_threads(), hardware()
     args.out.mkdir(parents=True, exist_ok=True)
     table.to_csv(args.out / "bench_train.csv", index=False)

@@ -5,6 +5,7 @@ Numbers come from the checkpoint's config and the files beside it (`recipe.json`
 
 import csv
 import json
+import shlex
 from pathlib import Path
 
 import yaml
@@ -67,10 +68,11 @@ def shape_rows(config: DSparkConfig) -> list[tuple[str, str]]:
 
 
 def serve(config: DSparkConfig, drafter: str, format: str) -> str:
-    """The vLLM command for this drafter, and what vLLM does otherwise with it."""
+    """The vLLM command for this drafter, and what vLLM does otherwise with it. A checkpoint may name its target as it
+    likes, so that each name is quoted for the shell."""
     options = {"method": "dspark", "model": drafter, "num_speculative_tokens": config.max_draft_tokens}
-    target = _EMBEDDED_FOLDER if config.target == EMBEDDED else config.target
-    lines = [f"    vllm serve {target} --speculative-config '{json.dumps(options)}'"]
+    target = _EMBEDDED_FOLDER if config.target == EMBEDDED else shlex.quote(config.target)
+    lines = [f"    vllm serve {target} --speculative-config {shlex.quote(json.dumps(options))}"]
     lines += [f"- {limit}." for limit in vllm_limits(config, padded=format == "vllm")]
     return "\n\n".join(lines[:1]) + ("\n\n" + "\n".join(lines[1:]) if lines[1:] else "")
 

@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from dspark import card, formats
 from dspark.config import DSparkConfig
 from dspark.drafter import DSparkDrafter
-from dspark.formats import read_json
+from dspark.formats import CALIBRATION, read_json, read_temperatures
 from dspark.packed import pack
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MASK_PICKLE = "mask_embedding.pt"  # vLLM puts it in place of the mask's embedding
 # How a drafter was made, and the temperatures fitted to its confidences: they go along with an export.
-HISTORY = ("recipe.json", "heldout.csv", "log.csv", "calibration.json")
+HISTORY = ("recipe.json", "heldout.csv", "log.csv", CALIBRATION)
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # in files of older speculators
 _FLOATS, _INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")
@@ -71,8 +71,12 @@ def load(folder: Path, target, dtype=None) -> DSparkDrafter:
 
 
 def _same(target: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Whether a file's tensor is the target's, as far as the file's dtype can tell."""
-    return torch.equal(target.to(stored.device, stored.dtype), stored)
+    """Whether a file's tensor is the target's, as far as the coarser of their dtypes can tell."""
+    here = target.to(stored.device)
+    # Both ways, for neither float16 nor bfloat16 holds all of the other's values: a target in float16 has lost the
+    # smallest ones of a bfloat16 file, and equals it only when the file is rounded as the target was. What that hides
+    # is below the rounding of the target's dtype: a drafter of that dtype computes the same with either tensor.
+    return torch.equal(here.to(stored.dtype), stored) or torch.equal(here, stored.to(here.dtype))
 
 
 def read(folder: Path, target=None) -> Checkpoint:
@@ -325,17 +329,24 @@ def _encode(checkpoint: Checkpoint, format: str) -> tuple[dict, dict[str, torch.
         rank = formats.PADDING_RANK
         widths = {"markov_w1": config.vocab_size, "markov_w2": config.vocab_size_out}
         tensors = tensors | {f"markov_head.{name}.weight": torch.zeros(V, rank) for name, V in widths.items()}
-        return formats.to_native(config.replace(markov_rank=rank)) | {"markov_head_is_padding": True}, tensors
+        padded = config.replace(markov_rank=rank, markov_head_type="vanilla")  # at rank 0 any type may be stated
+        return formats.to_native(padded) | {"markov_head_is_padding": True}, tensors
     return formats.to_native(config), tensors
 
 
 @contextmanager
 def replacing(folder: Path, history: Path | None) -> Iterator[Path]:
     """A folder to fill, with `history`'s HISTORY files and the old folder's others in it; on leaving it takes the old
-    one's place in one step. Nothing stays that tells of the old drafter or changes the new one."""
+    one's place in one step. Nothing stays that tells of the old drafter or changes the new one. ValueError, before
+    anything is written, where the history's temperatures could not be read back."""
     folder = Path(folder).resolve()
-    new = folder.with_name(f".{folder.name}.saving")
+    new, aside = (folder.with_name(f".{folder.name}.{state}") for state in ("saving", "old"))
     shutil.rmtree(new, ignore_errors=True)  # of a save that was cut off
+    if aside.exists() and not folder.exists():  # cut off between the two steps of an exchange: this is the checkpoint
+        aside.rename(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    if history is not None and (Path(history) / CALIBRATION).is_file():
+        read_temperatures(Path(history) / CALIBRATION)
     if folder.exists():
         old = shutil.ignore_patterns("*.safetensors", INDEX, "config.json", "README.md", MASK_PICKLE, *HISTORY)
         shutil.copytree(folder, new, ignore=lambda at, names: old(at, names) if Path(at) == folder else ())
@@ -349,7 +360,7 @@ def replacing(folder: Path, history: Path | None) -> Iterator[Path]:
         for path in (*new.iterdir(), new):
             _flush(path)
         if folder.exists():
-            _exchange(new, folder)
+            _exchange(new, folder, aside)
         else:
             new.rename(folder)
         _flush(folder.parent)
@@ -365,13 +376,17 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders, on Linux in one step; where the kernel or file system cannot, `old` is missing for a moment."""
+def _exchange(new: Path, old: Path, aside: Path) -> None:
+    """Swap two folders, on Linux in one step. Where the kernel or file system cannot, `old` is missing for a moment and
+    lies `aside`; a kill in that moment leaves it there, where `replacing` finds it."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if hasattr(libc, "renameat2") and not libc.renameat2(here, os.fsencode(new), here, os.fsencode(old), swap):
         return
-    aside = new.with_suffix(".old")
     old.rename(aside)
-    new.rename(old)
+    try:
+        new.rename(old)
+    except BaseException:
+        aside.rename(old)
+        raise
     aside.rename(new)

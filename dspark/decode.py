@@ -3,6 +3,7 @@
 p is the target's distribution, q the drafter's. n = 0 is the autoregressive baseline of the same engine.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,6 +62,12 @@ def verify_greedy(logits: Tensor, drafts: Tensor) -> tuple[int, int]:
     return int(accepted), int(following)
 
 
+def check_temperature(temperature: float) -> None:
+    """ValueError unless it is 0 (greedy) or a finite number above. No other is a distribution to draw from."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature = {temperature}: give 0 (greedy) or a finite number above it")
+
+
 @torch.inference_mode()
 def decode(
     target: Target,
@@ -79,6 +86,7 @@ def decode(
     policy: Threshold or Scheduler of dspark.schedule, which choose the prefix of them that is verified; None verifies
     all. temperatures [>= n] calibrate the confidences that it sees. c_k looks at the tokens before draft k only, so no
     choice depends on a token that it admits: lossless."""
+    check_temperature(temperature)
     if n and drafter is None:
         raise ValueError(f"num_speculative_tokens = {n} needs a drafter; n = 0 is the autoregressive baseline")
     if not prompt:

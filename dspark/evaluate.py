@@ -8,6 +8,7 @@ through vLLM's server.
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -39,6 +40,7 @@ MAX_POSITIONS = 8  # accept_pos columns
 # tokens, after 1/64 had refused one of 336 answers by a hair (gap 0.375, limit 0.369).
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-5}
 ENGINES = ("dspark", "vllm")
+RECORDS = "records.jsonl"  # one line an answer
 STEP_COSTS, COST_REPEATS = "step_costs.csv", 15  # what the scheduler knows of this machine
 COMMITTED_DRAFTER = DATA / "drafters" / "smollm2-135m-dspark"
 COMMITTED_BASELINES = {name: DATA / "drafters" / f"smollm2-135m-{name}" for name in ("dflash", "eagle3-mla")}
@@ -78,6 +80,8 @@ class SweepConfig:
             raise ValueError(f"dtype = {self.dtype!r}: one of {sorted(NEAR_TIE)}")
         if self.prompts < 1 or self.max_new_tokens < 2 or not self.n_values or min(self.n_values) < 1:
             raise ValueError("prompts must be >= 1, max_new_tokens >= 2 and n_values >= 1")
+        if (longest := max(n for _, n in self.cells)) > MAX_POSITIONS:
+            raise ValueError(f"n = {longest}: the tables have columns for the positions 1..{MAX_POSITIONS}")
 
     def cell(self, drafter: str, benchmark: str, n: int) -> dict:
         """The key of a table row (design: profile, engine, target, drafter, benchmark, n, ...)."""
@@ -104,13 +108,14 @@ def sweep(config: SweepConfig, out: Path, fresh: bool = False) -> pd.DataFrame:
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(config.benchmark_folder) if config.benchmark_folder else None
     sets = [load_prompts(name, config.prompts, folder, config.revision or None) for name in config.benchmarks]
-    path = out / "records.jsonl"
+    path = out / RECORDS
     if fresh:
         for old in (path, out / STEP_COSTS):
             old.unlink(missing_ok=True)
     records = _read_records(path, config, {s.benchmark: s.hash for s in sets})
     done = {(r["drafter"], r["benchmark"], r["n"], r["prompt"]) for r in records}
-    units = [(s, i) for s in sets for i in range(len(s.prompts))]
+    longest = max(len(s.prompts) for s in sets)
+    units = [(s, i) for i in range(longest) for s in sets if i < len(s.prompts)]  # the sets in turn, as far as one gets
     missing = [(s, i, [(d, n) for d, n in config.cells if (d, s.benchmark, n, i) not in done]) for s, i in units]
     left = sum(len(cells) for *_, cells in missing)
     if left:
@@ -168,6 +173,8 @@ def _choices(config: SweepConfig, target: Target, drafters: dict, chat: list[int
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["drafter", "drafts"])
     for name, n in (cell for cell in config.cells if cell[0] in config.scheduled):
         mine = table[(table.drafter == name) & (table.drafts == n)]
+        if drafters[name].confidence_head is None:
+            raise ValueError(f"scheduled drafter {name} has no confidence head: leave it out of `scheduled`")
         if mine.empty:
             target.layer_ids = drafters[name].config.target_layer_ids
             mine = profile_steps(target, drafters[name], [chat], [n], (1,), COST_REPEATS).assign(drafter=name)
@@ -195,8 +202,8 @@ def record_of(
         "rendered": hashlib.sha256(json.dumps(chat).encode()).hexdigest()[:16], "thinking": config.thinking,
         "max_new_tokens": config.max_new_tokens, "prompt_tokens": len(chat), "output_tokens": len(got.tokens),
         "output": hashlib.sha256(json.dumps(got.tokens).encode()).hexdigest()[:16], "seconds": got.seconds,
-        "scheduled": drafter in config.scheduled,
-        "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs, "tie_gap": gap,
+        **_origin(config, drafter), "drafted": got.drafted, "accepted": got.accepted, "mismatch": differs,
+        "tie_gap": gap,
         "baseline_tokens": len(plain.tokens), "baseline_seconds": plain.seconds,
         "correct": correct[0], "baseline_correct": correct[1], **extra,
     }  # fmt: skip
@@ -215,6 +222,34 @@ def tie_gap(target: Target, prompt: list[int], plain: list[int], got: list[int])
     return float((logits[plain[at]] - logits[got[at]]).abs() / logits.abs().max())
 
 
+def _origin(config: SweepConfig, drafter: str) -> dict:
+    """What a record must share with the sweep that takes it over, besides its cell: settings, weights and machine."""
+    return {
+        "max_new_tokens": config.max_new_tokens, "thinking": config.thinking, "scheduled": drafter in config.scheduled,
+        "weights": weights_digest(config.drafters[drafter]), "hardware": hardware(),
+    }  # fmt: skip
+
+
+@functools.cache
+def weights_digest(source: str) -> str:
+    """Names a drafter by the content of its folder, so that one trained on is another; prompt lookup by its name."""
+    files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
+    if not files:
+        return source
+    digest = hashlib.sha256((Path(source) / "config.json").read_bytes())
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def measured(config: SweepConfig, out: Path) -> list[dict]:
+    """The records of this sweep in `out`, which may hold other drafters, n and benchmarks beside them."""
+    cells = set(config.cells)
+    records = read_jsonl(out / RECORDS)
+    return [r for r in records if (r["drafter"], r["n"]) in cells and r["benchmark"] in config.benchmarks]
+
+
 def _read_records(path: Path, config: SweepConfig, hashes: dict[str, str]) -> list[dict]:
     """Finished records of this configuration; a line cut by a kill is dropped, other prompts or settings refused."""
     if not path.exists():
@@ -222,13 +257,9 @@ def _read_records(path: Path, config: SweepConfig, hashes: dict[str, str]) -> li
     text = path.read_text()
     if not text.endswith("\n"):
         path.write_text(text[: text.rfind("\n") + 1])
-    records = read_jsonl(path)
+    records = measured(config, path.parent)
     for record in records:
-        mine = config.cell(record["drafter"], record["benchmark"], record["n"]) | {
-            "max_new_tokens": config.max_new_tokens,
-            "thinking": config.thinking,
-            "scheduled": record["drafter"] in config.scheduled,
-        }
+        mine = config.cell(record["drafter"], record["benchmark"], record["n"]) | _origin(config, record["drafter"])
         other = {name for name, value in mine.items() if record.get(name) != value}
         if record["prompt_set"] != hashes.get(record["benchmark"], record["prompt_set"]):
             other.add("prompts")
@@ -236,7 +267,7 @@ def _read_records(path: Path, config: SweepConfig, hashes: dict[str, str]) -> li
             raise ValueError(
                 f"{path.parent.name}/{path.name} holds another run (differs in {sorted(other)}): use another --out"
             )
-    return [r for r in records if (r["drafter"], r["n"]) in config.cells and r["benchmark"] in config.benchmarks]
+    return records
 
 
 def tabulate(records: list[dict], config: SweepConfig) -> pd.DataFrame:
@@ -394,7 +425,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--scheduled", nargs="+", default=[], metavar="NAME", help=scheduled_help)
     parser.add_argument("--concurrency", type=int, default=1, help="requests at once, with --engine vllm")
     parser.add_argument("--vllm-args", default="", help="further arguments for vLLM's server, as one text")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the table; a rerun resumes there")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is already there")
     args = parser.parse_args(argv)
     config = SweepConfig(
         profile=args.profile, engine=args.engine, target=args.target, benchmarks=tuple(args.benchmark),
@@ -406,12 +438,12 @@ def main(argv: list[str]) -> None:
         thinking=None if args.thinking is None else args.thinking == "on",
         scheduled=tuple(args.scheduled),
     )  # fmt: skip
-    table = sweep(config, args.out)
+    table = sweep(config, args.out, args.fresh)
     columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]
     print(table[columns].round(3).to_string(index=False))
     from dspark import tables  # which draws in matplotlib
 
-    records = [r for r in read_jsonl(args.out / "records.jsonl") if r["drafter"] in config.drafters]
+    records = measured(config, args.out)
     comparisons = {"paired_change": tables.paired_change(records)}
     if len(config.drafters) > 1:
         comparisons["paired"] = tables.paired(records, next(iter(config.drafters)))
@@ -420,6 +452,6 @@ def main(argv: list[str]) -> None:
             compared.to_csv(args.out / f"{name}.csv", index=False)
             print(compared.round(3).to_string(index=False))
     if args.against:
-        compared = tables.agreement(*(read_jsonl(folder / "records.jsonl") for folder in (args.out, args.against)))
+        compared = tables.agreement(records, read_jsonl(args.against / RECORDS))
         compared.to_csv(args.out / "agreement.csv", index=False)
         print(compared.round(4).to_string(index=False))

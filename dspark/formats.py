@@ -1,4 +1,5 @@
-"""config.json of the public drafter formats, read and written. Dictionaries only: tensors are `checkpoint`'s.
+"""config.json of the public drafter formats, read and written. Dictionaries only: tensors are `checkpoint`'s. And what
+calibration.json, beside it, may hold.
 
 | format | told by | target layers | a missing `sample_from_anchor` |
 |---|---|---|---|
@@ -14,13 +15,14 @@ transformers_utils/configs/speculators/algos.py there), and each decision is a n
 import dataclasses
 import json
 import logging
-import math
+import sys
 from pathlib import Path
 from types import UnionType
 from typing import get_args
 
 from dspark.config import DSparkConfig
 
+CALIBRATION = "calibration.json"  # temperatures fitted to a drafter's confidences, of dspark.schedule
 FORMATS = ("native", "vllm", "speculators")  # to write; `vllm` is native, held to what vLLM can serve
 PADDING_RANK = 8  # of the all-zero Markov head that vLLM needs where there is none
 _LARGEST = 2**24  # of any integer in a config: beyond it lies damage, and products stay within 64 bits
@@ -96,6 +98,22 @@ def read_json(path: Path) -> dict:
     return raw
 
 
+def read_temperatures(path: Path, n: int = 1) -> list[float]:
+    """The temperatures, n or more, of a calibration.json, which may be anybody's. ValueError names file and fault."""
+    where, mend = f"{path.parent.name}/{path.name}", "`python3 -m dspark calibrate` fits them anew"
+    temperatures = read_json(path).get("temperatures")
+    if not isinstance(temperatures, list):
+        raise ValueError(f"{where}: temperatures = {str(temperatures)[:60]!r} must be a list of numbers; {mend}")
+    for temperature in temperatures:
+        number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+        if not number or not 0 < temperature <= sys.float_info.max:
+            stated = str(temperature)[:60]
+            raise ValueError(f"{where} holds the temperature {stated!r}: want finite numbers above 0; {mend}")
+    if len(temperatures) < n:
+        raise ValueError(f"{where} holds {len(temperatures)} temperatures, want {n}; {mend}")
+    return temperatures
+
+
 def kind_of(raw: dict) -> str:
     """`native`, `speculators`, `dflash` or `eagle3`; ValueError that names what else it is."""
     algorithm = raw.get("speculators_model_type")
@@ -145,6 +163,7 @@ def read_config(raw: dict, target=None) -> tuple[DSparkConfig, list[str]]:
         if name in flat
     }
     config = DSparkConfig(**values)
+    _refuse_padding(config, raw)
     if kind == "speculators" and _begins_early(config):
         raise ValueError(f"markov_head_type = 'rnn' in the fill-in layout cannot be read from speculators: {_EARLY}")
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
@@ -232,6 +251,22 @@ def _refuse_uncomputed(flat: dict, raw: dict) -> None:
         raise ValueError(f"target_hidden_size = {width!r}: the drafter must be as wide, not {flat.get('hidden_size')}")
 
 
+def _refuse_padding(config: DSparkConfig, raw: dict) -> None:
+    """A Markov head that is called padding must be a vanilla one that nothing else reads, or it could not be left out
+    again."""
+    if raw.get("markov_head_is_padding") is not True:
+        return
+    faults = {
+        "markov_rank": config.markov_rank == 0,
+        "markov_head_type": config.markov_head_type != "vanilla",
+        "confidence_head_with_markov": config.confidence_head and config.confidence_head_with_markov,
+    }
+    for name, wrong in faults.items():
+        if wrong:
+            stated = f"{name} = {getattr(config, name)!r}"
+            raise ValueError(f"config.json: markov_head_is_padding = True, but {stated}: one of the two is wrong")
+
+
 def _decide(flat: dict, kind: str, notes: list[str]) -> None:
     """Fill in what servers disagree on, as vLLM does."""
 
@@ -263,9 +298,9 @@ def _decide_attention(flat: dict, kind: str, notes: list[str]) -> None:
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         raise ValueError(f"config.json: layer_types = {types!r} must name the kind of each of {layers} layers")
     sliding = [i for i, name in enumerate(types or []) if name == "sliding_attention"]
-    other = set(types or []) - {"sliding_attention", "full_attention"}
+    other = sorted({str(name) for name in types or []} - {"sliding_attention", "full_attention"})
     if other:
-        raise ValueError(f"config.json: layer_types holds {sorted(map(str, other))}, not full or sliding attention")
+        raise ValueError(f"config.json: layer_types holds {other}, not full or sliding attention")
     if flat.get("use_swa") and not sliding:
         sliding = list(range(_typed("num_hidden_layers", int, layers)))
     if flat.get("swa_window_size") is not None:
@@ -300,7 +335,8 @@ def _whose(flat: dict, target, notes: list[str]) -> None:
 
 
 def _typed(name: str, kind, value):
-    """`value` if it is of `kind` (a type of a config's field) and of sane size; ValueError names it."""
+    """`value` if it is of `kind` (a type of a config's field) and of sane size; ValueError names it. Texts reach
+    terminals and cards, so that they must be printable."""
     if isinstance(kind, UnionType):
         if value is None:
             return None
@@ -312,13 +348,13 @@ def _typed(name: str, kind, value):
     whole = isinstance(value, int) and not isinstance(value, bool)
     fits = {
         int: whole and abs(value) <= _LARGEST,
-        float: (whole or isinstance(value, float)) and math.isfinite(value) and abs(value) < 1e12,
+        float: (whole or isinstance(value, float)) and abs(value) < 1e12,  # so neither NaN nor infinite
         bool: isinstance(value, bool),
-        str: isinstance(value, str),
+        str: isinstance(value, str) and value.isprintable(),
     }
     if not fits[kind]:
-        size = f" of at most {_LARGEST}" if kind is int else ""
-        raise ValueError(f"config.json: {name} = {str(value)[:60]!r} must be {kind.__name__}{size}")
+        limit = {int: f" of at most {_LARGEST}", float: " below 1e12", str: " of printable characters"}.get(kind, "")
+        raise ValueError(f"config.json: {name} = {str(value)[:60]!r} must be {kind.__name__}{limit}")
     return value
 
 

@@ -15,17 +15,20 @@ from dspark import UserError
 from dspark.config import PRESETS, DSparkConfig
 
 GB = 1e9
+ITEM = {"bfloat16": 2, "float32": 4}  # bytes; the dtypes that `train` takes
 
 
 @dataclass(frozen=True)
 class Target:
-    """What vLLM loads. Bytes of the released weights, bytes of a token's keys and values, parameters that a token
-    passes through, and whether tensor parallelism divides keys and values (the latent of MLA is on every GPU)."""
+    """What vLLM loads. Bytes of the released weights, bytes of a token's keys and values, both in bfloat16, parameters
+    that a token passes through, and whether tensor parallelism divides keys and values (the latent of MLA is on every
+    GPU). quantized: bytes of `weights` that stay as they are in any dtype."""
 
     weights: float
     kv_bytes: float
     active: float
     kv_shards: int
+    quantized: float = 0.0
 
 
 def dense(layers, hidden, ffn, heads, kv_heads, head_dim, vocab, tied=False, qk_norm=False) -> Target:
@@ -43,8 +46,9 @@ def kimi_k2() -> Target:
     expert, experts, chosen, sparse = 3 * hidden * 2048, 384, 8, 60
     rest = layers * attention + 3 * hidden * 18432 + sparse * (expert + experts * hidden + experts)
     rest += 2 * 163840 * hidden + hidden
-    routed = sparse * experts * expert
-    return Target(2 * rest + routed * (0.5 + 2 / 32), 2 * layers * (kv_rank + rope), rest + sparse * chosen * expert, 1)
+    routed = sparse * experts * expert * (0.5 + 2 / 32)  # bytes
+    active = rest + sparse * chosen * expert
+    return Target(2 * rest + routed, 2 * layers * (kv_rank + rope), active, 1, routed)
 
 
 TARGETS = {
@@ -102,9 +106,9 @@ def drafter_size(shape: DSparkConfig) -> Drafter:
     return Drafter(*counts, drafter.embed_tokens.weight.numel(), drafter.lm_head.weight.numel())
 
 
-def state_bytes(shape: DSparkConfig) -> int:
-    """A token's hidden states in bfloat16: all taps and the last."""
-    return 2 * (len(shape.target_layer_ids) + 1) * shape.hidden_size
+def state_bytes(shape: DSparkConfig, dtype: str = "bfloat16") -> int:
+    """A token's hidden states: all taps and the last."""
+    return ITEM[dtype] * (len(shape.target_layer_ids) + 1) * shape.hidden_size
 
 
 def activations(shape: DSparkConfig, row_tokens: int, anchors: int, dense: bool = False) -> float:
@@ -140,13 +144,17 @@ class Plan:
 
 
 def plan(profile, machine: Machine | None = None) -> Plan:
-    """The plan of a dspark.serve.Profile."""
-    shape = PRESETS[profile.preset]
+    """The plan of a dspark.serve.Profile; ValueError for a dtype that is not of ITEM."""
+    if profile.dtype not in ITEM:
+        raise ValueError(f"dtype = {profile.dtype!r}: choose one of {', '.join(ITEM)}")
+    shape, wider = PRESETS[profile.preset], ITEM[profile.dtype] / 2
+    token_states = state_bytes(shape, profile.dtype)
     machine = machine or (H200 if profile.gpus else this_machine())
     target, tp = TARGETS[shape.target], profile.tensor_parallel
-    per_token = target.kv_bytes / min(tp, target.kv_shards) + state_bytes(shape)  # every GPU keeps the states whole
+    per_token = wider * target.kv_bytes / min(tp, target.kv_shards) + token_states  # every GPU keeps the states whole
+    weights = wider * (target.weights - target.quantized) + target.quantized
     room = machine.memory * profile.gpu_memory if profile.gpus else machine.memory
-    verifier = {"target weights": target.weights / tp, "engine": machine.engine}
+    verifier = {"target weights": weights / tp, "engine": machine.engine}
     if profile.gpus:
         verifier["cache"] = max(0.0, room - sum(verifier.values()))
     else:
@@ -156,14 +164,15 @@ def plan(profile, machine: Machine | None = None) -> Plan:
     size, ranks = drafter_size(shape), profile.trainers
     trained = 4 * (size.matrices + size.rest)
     beside = trained / ranks if ranks > 1 else 0.0  # a rank's own share under FSDP2, beside the whole of a step
-    kept = activations(shape, profile.row_tokens, profile.anchors, dense=not profile.gpus)
+    # still from above in float32: norms are counted in it already
+    kept = wider * activations(shape, profile.row_tokens, profile.anchors, dense=not profile.gpus)
     trainer = {
         "drafter, float32": trained + beside,
         "gradients": trained + beside,
         "optimizers": (4 * size.matrices + 8 * size.rest) / ranks,
-        "target's embedding and LM head": 2 * (2 * size.embedding + 2 * size.lm_head),
+        "target's embedding and LM head": ITEM[profile.dtype] * (2 * size.embedding + 2 * size.lm_head),
         "activations": max(kept, trained) if ranks > 1 else kept,  # gone when the gradients are laid out for the sum
-        "hidden states of a step": rows * profile.row_tokens * state_bytes(shape),
+        "hidden states of a step": rows * profile.row_tokens * token_states,
         "runtime": machine.runtime,
     }
     trainer_room = machine.memory * (1 - profile.gpu_memory) if profile.colocated else machine.memory
@@ -172,29 +181,31 @@ def plan(profile, machine: Machine | None = None) -> Plan:
         trainer_room = machine.memory - sum(verifier.values()) - profile.budget
     rates = _rates(profile, shape, target, size, machine)
     faults = tuple(_faults(profile, verifier, trainer, room, trainer_room, cached_tokens))
-    needed = rates[2] * state_bytes(shape)
+    needed = rates[2] * token_states
     return Plan(verifier, trainer, room, trainer_room, cached_tokens, *rates, needed, machine.link, faults)
 
 
 def _rates(profile, shape, target, size, machine) -> tuple[float, float, float]:
-    """Tokens/s of the verifier's prefill, of all trainers, and of both together; the link limits the last."""
+    """Tokens/s of the verifier's prefill, of all trainers, and of both together; the link limits the last. Products are
+    taken for bfloat16's, whatever the dtype."""
     devices = max(1, profile.tensor_parallel) if profile.gpus else 1
     verifier = devices * machine.flops * machine.prefill_share / (2 * target.active)
     slots = profile.anchors * shape.block_size / profile.row_tokens  # a token of data
-    context = size.matrices and len(shape.target_layer_ids) * shape.hidden_size**2
+    context = len(shape.target_layer_ids) * shape.hidden_size**2
     keys = 2 * shape.num_hidden_layers * shape.hidden_size * shape.num_key_value_heads * shape.head_dim
     heads = (size.lm_head + shape.markov_rank * shape.vocab_size_out) * slots
     flops = 6 * (context + keys + (size.matrices - context) * slots + heads) + 2 * size.lm_head * min(1.0, slots)
     trainer = (profile.trainers if profile.gpus else 1) * machine.flops * machine.training_share / flops
     shared = profile.colocated or not profile.gpus
     together = 1 / (1 / verifier + 1 / trainer) if shared else min(verifier, trainer)
-    return verifier, trainer, min(together, machine.link * profile.trainers / state_bytes(shape))
+    return verifier, trainer, min(together, machine.link * profile.trainers / state_bytes(shape, profile.dtype))
 
 
 def _faults(profile, verifier, trainer, room, trainer_room, cached_tokens):
     gpu = "GPU" if profile.gpus else "machine"
-    used = profile.tensor_parallel + (0 if profile.colocated else profile.trainers)
-    if profile.gpus and max(used, profile.trainers) > profile.gpus:
+    both = profile.tensor_parallel, profile.trainers
+    used = max(both) if profile.colocated else sum(both)
+    if profile.gpus and used > profile.gpus:
         yield f"{used} GPUs are needed and {profile.gpus} are there: lower trainers or tensor_parallel"
     if sum(verifier.values()) > room * 1.0001 or cached_tokens < profile.max_model_len:
         mend = "raise tensor_parallel or gpu_memory, or lower max_model_len"

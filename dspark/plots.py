@@ -21,7 +21,6 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 from scipy.optimize import isotonic_regression
 
 COLUMN, PAGE = 3.25, 6.75  # inches: one column and across both, so that figures print at their own size
@@ -78,6 +77,7 @@ BENCHMARK_LABELS = {
 # A figure that mixed two of these would compare what is not comparable.
 SETTING = ("profile", "engine", "target", "temperature", "concurrency", "seed", "dtype")
 MARKED_N = (3, 7)  # the two that the published results report
+LEAST_REACHED = 30  # steps: of fewer no share is drawn
 MASK_COLOURS = {"context": _BLUE, "own block": _ORANGE, "not visible": "#ececec"}
 _SPEEDUP = "Speedup is tokens/s over the autoregressive tokens/s of the same engine, prompts and settings."
 _GAP = "A gap is a value that was not measured on every benchmark."
@@ -125,7 +125,7 @@ def save(plot: Plot, name: str, folder: str | Path, meta: dict) -> list[Path]:
 
 @mpl.rc_context(STYLE)
 def speedup_vs_n(table: pd.DataFrame, published: pd.DataFrame | None = None) -> Plot:
-    """Mean speedup of the benchmarks against n for each drafter, with its 95% band; n = 3 and 7 carry values.
+    """Mean speedup of the benchmarks against n for each drafter, with its 95% band; its values at n = 3 and 7 beside.
 
     published: means of others' benchmarks (target, drafter, n, speedup, source) to draw hollow beside the measured.
 
@@ -172,15 +172,18 @@ def acceptance_by_position(table: pd.DataFrame, n: int) -> Plot:
     """Acceptance of draft position k = 1..n: left that all of 1..k are accepted, right k given that k-1 was.
 
     Left is the mean of the benchmarks' `accept_pos_k`; right is left_k / left_{k-1}, so that the running
-    product of the right panel is the left one. Where k-1 was never accepted, k is a gap.
+    product of the right panel is the left one. Where fewer than LEAST_REACHED steps accepted k-1, k is a gap.
     """
     columns = [f"accept_pos_{k}" for k in range(1, n + 1)]
-    how = _check(table, *columns, n_values=(n,))
-    means = [_by_benchmark(table, c).xs(n, level="n").mean(axis=1, skipna=False) for c in columns]
-    prefix = pd.DataFrame(means, index=pd.RangeIndex(1, n + 1, name="position"))  # [positions, drafters]
-    conditional = prefix / prefix.shift(fill_value=1.0)  # the anchor is always there; 0 / 0 is a gap
-    data = pd.DataFrame({"unconditional": prefix.unstack(), "conditional": conditional.unstack()})
-    data = data.reset_index()
+    how = _check(table, "steps", *columns, n_values=(n,))
+    steps, *shares = (_by_benchmark(table, c).xs(n, level="n") for c in ("steps", *columns))  # [drafters, benchmarks]
+    positions = pd.RangeIndex(1, n + 1, name="position")
+    prefix = pd.DataFrame([share.mean(axis=1, skipna=False) for share in shares], index=positions)
+    reached = [(steps * before).sum(axis=1).round() for before in (1.0, *shares[:-1])]  # steps, by what came before k
+    reached = pd.DataFrame(reached, index=positions)
+    conditional = (prefix / prefix.shift(fill_value=1.0)).where(reached >= LEAST_REACHED)
+    sides = {"unconditional": prefix, "conditional": conditional, "reached": reached}
+    data = pd.DataFrame({name: side.unstack() for name, side in sides.items()}).reset_index()
     data.insert(1, "n", n)
     figure = Figure((PAGE, 2.4))
     axes = figure.subplots(1, 2, sharey=True)
@@ -191,7 +194,8 @@ def acceptance_by_position(table: pd.DataFrame, n: int) -> Plot:
     _legend(figure, axes[0])
     caption = (
         f"Acceptance per draft position at n={n}, mean of the benchmarks ({_scope(how)}). Left: share "
-        f"of steps that accept positions 1 to k. Right: that share divided by the one of k-1. {_GAP}"
+        f"of steps that accept positions 1 to k. Right: that share divided by the one of k-1, where at least "
+        f"{LEAST_REACHED} steps got there. Prompt lookup's steps without a draft accept none. {_GAP}"
     )
     return Plot(figure, data, caption, {"error_bars": "none", **how})
 
@@ -246,7 +250,7 @@ def step_parts(table: pd.DataFrame) -> Plot:
     figure = Figure((PAGE, 2.6))
     left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
     bottom, at = np.zeros(len(table)), np.arange(len(table))
-    for part, colour in {"draft": _BLUE, "verify": _GREY, "commit": _ORANGE}.items():
+    for part, colour in {"draft": "0.35", "verify": "0.85", "commit": "0.6"}.items():  # colours mean drafters
         left.bar(at, table[f"{part}_ms"], 0.7, bottom, color=colour, label=part)
         bottom += table[f"{part}_ms"]
     left.axhline(table["autoregressive_ms"].iloc[0], color="0.15", linewidth=0.8, linestyle=(0, (1, 1)))
@@ -257,13 +261,16 @@ def step_parts(table: pd.DataFrame) -> Plot:
     left.set_ylabel("One step (ms); dotted: one plain token")
     for drafter, rows in table.groupby("drafter", sort=False):
         right.plot(rows["predicted"], rows["speedup"], **DRAFTER_STYLE[drafter] | {"linestyle": ""})
+        for n, x, y in zip(rows["n"], rows["predicted"], rows["speedup"], strict=True):
+            right.annotate(f"{n}", (x, y), (4, -6), textcoords="offset points", fontsize=5, color="0.3")
     ends = [table[["predicted", "speedup"]].min().min(), table[["predicted", "speedup"]].max().max()]
     right.plot(ends, ends, color="0.7", linewidth=0.8)
     right.set(xlabel="Predicted: τ × plain token / step", ylabel="Measured speedup")
     _legend(figure, left)
     caption = (
         "The parts of a greedy step, each timed alone after one prompt (medians), against one plain token; and the "
-        "speedup that they predict from the accepted length against the mean measured speedup, prefill included."
+        "speedup that they predict from the accepted length against the mean measured speedup, prefill included; the "
+        "number beside a mark is its n."
     )
     return Plot(figure, table, caption, {"error_bars": "none"})
 
@@ -278,16 +285,19 @@ def learning_curves(table: pd.DataFrame) -> Plot:
     for ax, n in zip(axes, values, strict=True):
         for drafter, lines in table[table["n"] == n].groupby("drafter", sort=False):
             style = DRAFTER_STYLE[drafter]
-            for _, line in lines.groupby("part"):
+            for part, line in lines.groupby("part"):
                 ax.plot(line["draft_tokens"] / 1e6, line["tau"], **style)
                 style = style | {"label": None}  # one entry in the legend
+                if part > 1:
+                    look = {"color": "0.6", "linewidth": 0.7, "linestyle": (0, (1, 2)), "label": "other prompts"}
+                    ax.axvline(line["draft_tokens"].min() / 1e6, **look)
         ax.set(title=f"$n$ = {n}", xlabel="Draft tokens, millions", xlim=(0, None))
     axes[0].set_ylabel("Held-out accepted length τ")
     _legend(figure, axes[0])
     caption = (
         "Accepted length of real greedy decoding on self-written prompts that no training has seen, against the "
-        "supervised draft tokens so far. A line is one training; a drafter trained in parts has a line, and prompts, "
-        "for each."
+        "supervised draft tokens so far. A line is one training. A drafter trained in parts has a line for each, and "
+        "from the grey line on other data and other held-out prompts: the step there is no progress."
     )
     return Plot(figure, table, caption, {"error_bars": "none"})
 
@@ -462,27 +472,23 @@ def _with_published(plot: Plot, published: pd.DataFrame | None) -> Plot:
 
 
 def _mark_values(ax, data: pd.DataFrame, column: str, form: str) -> None:
-    """Ring the points at n = 3 and 7 and write their values outside of them, moved apart where they crowd: above and
-    below a point others may lie, published ones among them."""
+    """Write beside the lines what each drafter reaches at n = 3 and 7, moved apart where the values crowd."""
+    marks = [n for n in MARKED_N if data.loc[data["n"] == n, column].notna().any()]
+    if not marks:
+        return
+    points = data[data["n"].isin(marks)].pivot(index="drafter", columns="n", values=column)
+    points = points.dropna(subset=marks[-1]).sort_values(marks[-1])
     bottom, top = ax.get_ylim()
     line = 0.075 * (top - bottom)  # height of a line of 6 pt text
-    halo = [withStroke(linewidth=2, foreground="white")]
-    for n, side in zip(MARKED_N, ("right", "left"), strict=True):
-        points = data[data["n"] == n].dropna(subset=column).sort_values(column)
-        if points.empty:
-            continue
-        apart = line * np.arange(len(points))
-        heights = isotonic_regression(points[column] - apart).x + apart
-        for drafter, value, height in zip(points["drafter"], points[column], heights, strict=True):
-            colour = DRAFTER_STYLE[drafter]["color"]
-            ax.scatter(n, value, s=45, facecolors="none", edgecolors=colour, linewidths=0.7)
-            beside = n + (0.22 if side == "left" else -0.22)
-            ax.text(
-                beside, height, form.format(value), color=colour, fontsize=6, ha=side, va="center", path_effects=halo
-            )
-        bottom, top = min(bottom, heights[0] - line), max(top, heights[-1] + line)
-    ax.set_ylim(bottom, top)
-    ax.set_xlim(right=max(ax.get_xlim()[1], MARKED_N[-1] + 1.0))
+    apart = line * np.arange(len(points))
+    heights = isotonic_regression(points[marks[-1]] - apart).x + apart
+    last = ax.get_xticks()[-1]
+    ax.text(last + 0.3, heights[-1] + line, f"$n={' → '.join(map(str, marks))}$", color="0.3", fontsize=6, va="center")
+    for (drafter, values), height in zip(points.iterrows(), heights, strict=True):
+        text = " → ".join(form.format(value) for value in values.dropna())
+        ax.text(last + 0.3, height, text, color=DRAFTER_STYLE[drafter]["color"], fontsize=6, va="center")
+    ax.set_ylim(min(bottom, heights[0] - line), max(top, heights[-1] + 2 * line))
+    ax.set_xlim(right=last + 0.3 + 0.36 * (last - ax.get_xlim()[0]))  # room for the longest text
 
 
 def _legend(figure: Figure, ax) -> None:

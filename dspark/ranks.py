@@ -8,6 +8,7 @@ ranks already, so that nothing is averaged.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,11 +19,26 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dspark import UserError
+from dspark.serve import die_with_parent
+
 PATIENCE = timedelta(hours=2)  # ranks wait for each other while rank 0 measures, or a verifier starts again
+HIDDEN = ("", "-1", "NoDevFiles")  # how a user, or Slurm, says that there is no GPU
 
 
 def start() -> tuple[int, int, str]:
-    """(rank, number of ranks, device) of this process; joins the others where torchrun has started it."""
+    """(rank, number of ranks, device) of this process; joins the others where torchrun has started it. UserError, a
+    RuntimeError, where CUDA_VISIBLE_DEVICES promises a GPU that torch does not see."""
+    if dist.is_torchelastic_launched():
+        # The rank is in a session of its own, which nobody stops when torchrun is killed. torchrun starts it from its
+        # main thread, so that the signal comes at torchrun's end and not before.
+        die_with_parent(signal.SIGKILL)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible not in HIDDEN and not torch.cuda.is_available():
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES = {visible!r}, but torch sees no GPU: name one that is there, or unset it to train "
+            "on the CPU"
+        )
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():

@@ -16,9 +16,10 @@ import pandas as pd
 from scipy.optimize import isotonic_regression
 from scipy.stats import rankdata
 
+from dspark.formats import CALIBRATION, read_temperatures
+
 BINS = 10  # of a reliability diagram, equal in width
 GRID = 2.0 ** np.arange(-4, 4.001, 0.05)  # temperatures that the search tries
-CALIBRATION = "calibration.json"  # beside a checkpoint's files
 
 # ---- calibration
 
@@ -102,14 +103,9 @@ def save_temperatures(folder: Path, temperatures: np.ndarray, **how) -> None:
 
 
 def load_temperatures(folder: Path, n: int) -> np.ndarray | None:
-    """T [n] of a checkpoint, None where it was never calibrated."""
+    """T [n] of a checkpoint, None where it was never calibrated. ValueError as of formats.read_temperatures."""
     path = Path(folder) / CALIBRATION
-    if not path.exists():
-        return None
-    temperatures = np.array(json.loads(path.read_text())["temperatures"])
-    if len(temperatures) < n or not (temperatures > 0).all():
-        raise ValueError(f"{path.parent.name}/{CALIBRATION} holds {len(temperatures)} temperatures, want {n} positive")
-    return temperatures[:n]
+    return np.array(read_temperatures(path, n)[:n], dtype=float) if path.exists() else None
 
 
 # ---- the cost of a step

@@ -29,7 +29,7 @@ TRIALS = {  # name -> changes of the drafter's shape, changes of the training
     "KL alone": ({}, {"ce_weight": 0.0, "kl_weight": 1.0}),
     "0.1 CE + 0.9 L1": ({}, {"ce_weight": 0.1, "kl_weight": 0.0, "l1_weight": 0.9}),
     "position decay 8": ({}, {"gamma_decay": 8.0}),
-    "whole blocks only": ({}, {"block_sizes": (8,)}),
+    "whole blocks only": ({}, {"block_sizes": None}),  # the longest of the shape
     "half the anchors": ({}, {"anchors": 80}),
     "1 layer": ({"num_hidden_layers": 1}, {}),
     "3 layers": ({"num_hidden_layers": 3}, {}),
@@ -64,15 +64,21 @@ def search(base: DSparkConfig, training: dict, names: list[str], data: list[Path
         if ((table.trial == name) & (table.run == run)).any():
             continue
         of_shape, of_training = TRIALS[name]
-        changed = json.dumps(of_shape | of_training)
-        config = TrainConfig(**training | of_training)
+        shape = base.replace(**of_shape)
+        config = TrainConfig(**training | of_training).fitted(shape)
+        changed = json.dumps(of_shape | {field: getattr(config, field) for field in of_training})
         folder = cache_dir() / "search" / run / name.replace(" ", "-")
-        row = trial(base.replace(**of_shape), config, data, folder)
+        row = trial(shape, config, data, folder)
         row = {"trial": name, "run": run, "changed": changed, "steps": config.steps, "seed": config.seed, **row}
         table = pd.concat([table, pd.DataFrame([row])], ignore_index=True) if len(table) else pd.DataFrame([row])
         table.to_csv(path, index=False)
         shutil.rmtree(folder)
     return table[table.run == run]
+
+
+def block_sizes(shape: DSparkConfig) -> tuple[int, ...]:
+    """Drafts a block that trials train on, none longer than the shape's."""
+    return tuple(sorted({min(n, shape.max_draft_tokens) for n in (3, 5, 7, 8)}))
 
 
 def _run(base: DSparkConfig, training: dict, data: list[Path]) -> str:
@@ -95,10 +101,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--heldout-prompts", type=int, default=48)
     parser.add_argument("--out", type=Path, default=Path(".runs/search"), help="folder of trials.csv")
     args = parser.parse_args(argv)
+    shape = PRESETS[args.preset].replace(target=args.target)
     training = {
         "steps": args.steps, "heldout_every": args.steps, "save_every": args.steps, "seed": args.seed,
-        "heldout_prompts": args.heldout_prompts, "anchors": 160, "block_sizes": (3, 5, 7, 8), "decay": 0.4,
+        "heldout_prompts": args.heldout_prompts, "anchors": 160, "block_sizes": block_sizes(shape), "decay": 0.4,
     }  # fmt: skip
     data = args.data or written_files(args.target, data_folder())
-    table = search(PRESETS[args.preset].replace(target=args.target), training, args.trials, data, args.out)
+    table = search(shape, training, args.trials, data, args.out)
     print(table.drop(columns=["run", "changed"]).round(3).to_string(index=False))

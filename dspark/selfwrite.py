@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -211,9 +212,10 @@ def _run_workers(argv: list[str], workers: int, seed: int, share: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     running = [subprocess.Popen([*command, "--seed", str(seed + i)], env=environment) for i in range(workers)]
     try:
-        for process in running:
-            if process.wait():
-                raise SystemExit(f"a writer ended with status {process.returncode}: its message is above")
+        while None in (codes := [process.poll() for process in running]) and not any(codes):
+            time.sleep(0.2)
+        if failed := next(filter(None, codes), 0):
+            raise SystemExit(f"a writer ended with status {failed}: its message is above")
     finally:
         for process in running:
             process.terminate()

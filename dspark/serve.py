@@ -29,11 +29,17 @@ from typing import NamedTuple
 from dspark.config import PRESETS
 from dspark.paths import ROOT
 
+STARTUP = 3600.0  # seconds that a verifier may take to become healthy, at first and when it is started again
+TRAINER_GRACE = 40.0  # torchrun gives its ranks 30 s to end, then kills them
+# Servers are asked directly: a proxy that the environment names would see the prompts, and cannot reach the loopback.
+open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
 
 @dataclass(frozen=True)
 class Profile:
-    """Who runs where. GPUs are numbered from 0: the verifier takes the first `tensor_parallel`, trainers the rest;
-    with `colocated` every GPU of the verifier has a trainer too. No GPUs: all on the CPU."""
+    """Who runs where. Of the GPUs that CUDA_VISIBLE_DEVICES names (else all) the verifier takes the first
+    `tensor_parallel`, trainers the rest, or the first on a machine of their own; with `colocated` every GPU of the
+    verifier has a trainer too. No GPUs: all on the CPU."""
 
     preset: str  # drafter and target, a name of dspark.config.PRESETS
     trainers: int = 1  # ranks
@@ -74,6 +80,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}  # to d
 class Command(NamedTuple):
     argv: list[str]
     environment: dict[str, str]  # beside the caller's own
+    grace: float = 10.0  # seconds to end in when it is stopped
 
     def __str__(self) -> str:
         return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.argv])
@@ -124,7 +131,7 @@ def verifier_command(
     if profile.gpus:
         passes = {"pass_config": {"fuse_allreduce_rms": False}}
         argv += ["--gpu-memory-utilization", str(profile.gpu_memory), "--compilation-config", json.dumps(passes)]
-        environment["CUDA_VISIBLE_DEVICES"] = _gpu_list(range(profile.tensor_parallel))
+        environment["CUDA_VISIBLE_DEVICES"] = _visible(0, profile.tensor_parallel)
     else:
         argv += ["--gpu-memory-utilization", "0.3", "--enforce-eager"]
         environment |= ON_CPU | (INTERPRETED if interpreted else {})
@@ -140,8 +147,11 @@ def drafting_config(drafter: str, n: int) -> dict:
     return speculative_config(drafter, n)
 
 
-def trainer_command(profile: Profile, verifier: str, listen: str, port: int, train_args: list[str]) -> Command:
-    """torchrun with the profile's ranks; rank r listens on port + r of `listen`."""
+def trainer_command(
+    profile: Profile, verifier: str, listen: str, port: int, train_args: list[str], alone: bool = False
+) -> Command:
+    """torchrun with the profile's ranks; rank r listens on port + r of `listen`. alone: no verifier is started beside
+    them, whose GPUs they would leave to it."""
     argv = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(profile.trainers),
         "-m", "dspark", "train", "--preset", profile.preset, "--target", PRESETS[profile.preset].target,
@@ -152,22 +162,30 @@ def trainer_command(profile: Profile, verifier: str, listen: str, port: int, tra
     ]  # fmt: skip
     environment = {"PYTHONPATH": str(ROOT)} | HUGE_PAGES
     if profile.gpus:
-        first = 0 if profile.colocated else profile.tensor_parallel
-        environment["CUDA_VISIBLE_DEVICES"] = _gpu_list(range(first, first + profile.trainers))
+        first = 0 if profile.colocated or alone else profile.tensor_parallel
+        environment["CUDA_VISIBLE_DEVICES"] = _visible(first, profile.trainers)
         argv.insert(argv.index("--verifier"), "--heldout-prompts=0")  # held-out tau needs the target whole
     else:
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    return Command(argv, environment)
+    return Command(argv, environment, TRAINER_GRACE)
 
 
-def _gpu_list(numbers) -> str:
-    return ",".join(map(str, numbers))
+def _visible(first: int, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES for `count` of the caller's GPUs from the `first` on; ValueError if it names too few."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(number) for number in range(first + count)]
+    if len(names) < first + count:
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES = {given!r} names {len(names)} GPUs, the profile wants {first + count}: name more, "
+            "or change trainers or tensor_parallel by --config"
+        )
+    return ",".join(names[first : first + count])
 
 
-def _die_with_parent() -> None:
-    """In the child: SIGTERM when the parent dies, however it dies (Linux)."""
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """In a child: this signal when the thread that started it ends, however it ends (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, int(number))  # 1: PR_SET_PDEATHSIG
 
 
 class Fleet:
@@ -176,6 +194,7 @@ class Fleet:
     def __init__(self, folder: Path, quiet: bool = False):
         self.folder, self.quiet = folder, quiet  # the folder is for their logs, quiet keeps them off the terminal
         self.processes: dict[str, subprocess.Popen] = {}
+        self.graces: dict[str, float] = {}
         self.last_lines: dict[str, deque] = {}
 
     def __enter__(self) -> "Fleet":
@@ -195,9 +214,10 @@ class Fleet:
         self.folder.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen(
             command.argv, env=os.environ | command.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, text=True, errors="replace", start_new_session=True, preexec_fn=_die_with_parent,
+            stdin=subprocess.DEVNULL, text=True, errors="replace", start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         self.processes[name], self.last_lines[name] = process, deque(maxlen=20)
+        self.graces[name] = command.grace
         threading.Thread(target=self._copy_log, args=(name, process), daemon=True).start()
         return process
 
@@ -210,26 +230,30 @@ class Fleet:
                 if not self.quiet:
                     print(f"[{name}] {line}", end="", flush=True)
 
-    def wait_healthy(self, name: str, url: str, seconds: float = 3600) -> None:
-        """Until GET url/health answers; RuntimeError if the process ends before or takes longer."""
+    def wait_healthy(self, name: str, url: str, seconds: float = STARTUP, waiting: str | None = None) -> None:
+        """Until GET url/health answers, or the process `waiting` for it has ended; RuntimeError if the server's process
+        ends before or takes longer."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
+            if waiting and self.processes[waiting].poll() is not None:
+                return
             engine_died = any("EngineDeadError" in line for line in list(self.last_lines[name]))  # vLLM may live on
             if self.processes[name].poll() is not None or engine_died:
                 break
             try:
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
+                open_url(f"{url}/health", timeout=2).close()
                 return
             except OSError:
                 time.sleep(0.3)
         last = "".join(self.last_lines[name])
         raise RuntimeError(f"{name} did not become healthy; its log is {name}.log, its last words:\n{last}")
 
-    def stop(self, name: str, grace: float = 10.0) -> None:
-        """SIGTERM to the process and all that it started, SIGKILL to what is left after `grace` seconds."""
+    def stop(self, name: str, grace: float | None = None) -> None:
+        """SIGTERM to the process and all that it started, SIGKILL to what is left after `grace` seconds (default: its
+        command's)."""
         process = self.processes.pop(name)
         signal_group(process, signal.SIGTERM)
-        deadline = time.monotonic() + grace
+        deadline = time.monotonic() + (self.graces[name] if grace is None else grace)
         while signal_group(process, 0) and time.monotonic() < deadline:
             time.sleep(0.05)
         signal_group(process, signal.SIGKILL)
@@ -244,7 +268,7 @@ class Fleet:
                 restarts -= 1
                 print(f"dspark: {keep} died and is started again; training waits for it", flush=True)
                 self.start(keep, command)
-                self.wait_healthy(keep, url)
+                self.wait_healthy(keep, url, waiting=name)
             time.sleep(0.3)
         return code
 
@@ -287,7 +311,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="dspark serve", description=__doc__.splitlines()[0])
     parser.add_argument("--profile", default="cpu", choices=PROFILES)
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of Profile fields to change")
-    parser.add_argument("--only", choices=("verifier", "trainer"), help="start one half, for two machines")
+    parser.add_argument(
+        "--only", choices=("verifier", "trainer"), help="start one half, for two machines: each takes its first GPUs"
+    )
     parser.add_argument("--drafter", help="serve the target with this drafter, a folder or hub name; no training")
     parser.add_argument("-n", type=int, default=7, help="tokens it drafts a step: %(default)s")
     parser.add_argument("--verifier-host", default="127.0.0.1", help="where the verifier's API listens")
@@ -321,17 +347,18 @@ def main(argv: list[str]) -> int:
         transfer = mooncake.transfer_config(args.mooncake_master, args.mooncake_protocol)
         further = ["--transport=mooncake", "--mooncake-master", args.mooncake_master]
         further += ["--mooncake-protocol", args.mooncake_protocol]
-    verifier = verifier_command(
-        profile, endpoints, args.verifier_host, args.http_port, model, args.trust_remote_code,
-        tuple(shlex.split(args.vllm_args)), transfer, drafting_config(args.drafter, args.n) if args.drafter else None,
-    )  # fmt: skip
-    trainer = trainer_command(
-        profile, url, args.trainer_host, args.port, [*further, "--out", str(args.out), *args.train_args]
-    )
-    commands = {"verifier": verifier, "trainer": trainer}
-    only = "verifier" if args.drafter else args.only
-    if only:
-        commands = {only: commands[only]}
+    only, commands = "verifier" if args.drafter else args.only, {}
+    if only != "trainer":
+        commands["verifier"] = verifier_command(
+            profile, endpoints, args.verifier_host, args.http_port, model, args.trust_remote_code,
+            tuple(shlex.split(args.vllm_args)), transfer,
+            drafting_config(args.drafter, args.n) if args.drafter else None,
+        )  # fmt: skip
+    if only != "verifier":
+        train_args = [*further, "--out", str(args.out), *args.train_args]
+        commands["trainer"] = trainer_command(
+            profile, url, args.trainer_host, args.port, train_args, alone=only == "trainer"
+        )
     if args.dry_run:
         print(*commands.values(), sep="\n")
         return 0

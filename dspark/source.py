@@ -5,6 +5,7 @@ dspark/stream.py has the other source of the same interface, fed by a live verif
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,9 +52,6 @@ class LocalSource:
         self._states = torch.from_numpy(np.memmap(path, np.int16, mode, shape=shape)).view(torch.bfloat16)
         self._filled = np.memmap(filled, np.uint8, mode, shape=len(samples))
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
     def _fill(self, i: int) -> None:
         """Run the target over a sample not seen yet. Alone: a CPU loses more by padding several to one length."""
         sample = self.samples[i]
@@ -78,10 +76,24 @@ class LocalSource:
 
 
 def data_digest(target: Target, samples: list[Sample]) -> str:
-    """Names the states of these samples: another target, taps, dtype or data give another name."""
-    digest = hashlib.sha256(json.dumps([target.name, target.layer_ids, str(target.dtype)]).encode())
-    for sample in samples:
-        digest.update(sample.token_ids.numpy().tobytes())
+    """Names the states of these samples: another name of the target, other taps, dtype or data give another name, and
+    so do other weights in a target's local folder, told by size and time of its files. Of a target on the hub the
+    name is all that counts, whatever its revision."""
+    folder, weights = Path(target.name), []
+    if folder.is_dir():
+        found = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
+        weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    ids = digest_of(sample.token_ids for sample in samples)
+    described = json.dumps([target.name, target.layer_ids, str(target.dtype), weights, ids])
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def digest_of(columns: Iterable[Tensor]) -> str:
+    """Names a list of tensors [T], on the CPU, by their lengths and contents."""
+    digest = hashlib.sha256()
+    for column in columns:
+        digest.update(len(column).to_bytes(8, "little"))
+        digest.update(column.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -27,12 +27,14 @@ from torch import Tensor
 
 from dspark.data import Sample
 from dspark.paths import cache_dir
+from dspark.serve import STARTUP, open_url
 from dspark.source import PackedRow, data_digest, pack_row
-from dspark.wire import WireError, WireSample, decode
+from dspark.wire import WireError, WireSample, decode, frame_limit
 
 CHAT_PROBE = [{"role": "user", "content": "How do you do?"}]
 PROBE_TOKENS = 64
-ARRIVAL = 30.0  # seconds for states to follow their request's answer; a verifier that died in between sends none
+ARRIVAL = 30.0  # seconds of silence after a request's answer, then its states are lost: the verifier died in between
+PATIENCE = STARTUP + 300.0  # the verifier may die late in an answer, and `serve` needs a moment to see it
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # nats, mean over the probe
 
 
@@ -51,7 +53,7 @@ class Verifier:
         data = json.dumps({"model": self.model, **body}).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+            with open_url(request, timeout=self.timeout) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             said = error.read(2000).decode(errors="replace")
@@ -127,11 +129,12 @@ class StreamSource:
     `expect(ids)` asks ahead (the trainer calls it for `lookahead` steps to come), so memory holds no more than those.
     response_tokens: on-policy; the verifier answers each sample's prompt itself with so many tokens at most.
     cache: states are kept there, and samples that are there already are not asked for.
+    patience: seconds until row() raises Away, because a sample has not come however often it was asked for.
     """
 
     def __init__(
         self, target, samples: list[Sample], verifier: Verifier, endpoint: str, rank: int = 0, lookahead: int = 1,
-        in_flight: int = 8, patience: float = 600.0, response_tokens: int = 0, temperature: float = 0.0,
+        in_flight: int = 8, patience: float = PATIENCE, response_tokens: int = 0, temperature: float = 0.0,
         cache: SampleCache | None = None,
     ):  # fmt: skip
         self.target, self.verifier, self.rank, self.cache = target, verifier, rank, cache
@@ -144,6 +147,7 @@ class StreamSource:
         self.timeline: deque[dict] = deque(maxlen=10_000)  # seconds of asked, answered, arrived, used, by sample
         self._expected: dict[int, Future] = {}
         self._asked: dict[str, Future] = {}
+        self._heard = 0.0  # when the last sample arrived, whosoever asked for it
         self._trusted: set[str] = set()  # instances of the verifier that passed the probe
         self._probing, self._counting = threading.Lock(), threading.Lock()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -159,6 +163,9 @@ class StreamSource:
     def _listen(self, endpoint: str) -> None:
         self._socket = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 1)
+        longest = max(map(len, self.samples), default=0)  # with the response that it may get
+        limit = frame_limit(longest, len(self.layer_ids), self.target.hidden_size)
+        self._socket.set(zmq.MAXMSGSIZE, limit)  # a peer that sends more is disconnected before memory is taken for it
         deadline = time.monotonic() + 2.0  # a rank that was killed a moment ago may still hold the port
         while True:
             try:
@@ -170,9 +177,6 @@ class StreamSource:
                     raise OSError(f"cannot listen on {endpoint} ({error}): free the port or choose another") from error
                 time.sleep(0.1)
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def close(self) -> None:
         """Stop asking and listening."""
@@ -256,12 +260,23 @@ class StreamSource:
                 raise ValueError(
                     f"the verifier sent no states: {said.get('error', 'it was started without streaming')}"
                 )
-            got, frames, times["arrived"] = arrival.result(min(self.verifier.timeout, ARRIVAL))
+            got, frames, times["arrived"] = self._arrived(arrival)
             return answer, got, frames
         except TimeoutError as error:
             raise Away("it answered, but the states have not arrived") from error
         finally:
             del self._asked[sample_id]
+
+    def _arrived(self, arrival: Future) -> tuple[WireSample, list, float]:
+        """The message of a request that was answered just now. TimeoutError once nothing has come for ARRIVAL seconds:
+        on a slow link samples wait for each other, and asking again would only lengthen the queue."""
+        answered, silence = time.monotonic(), min(self.verifier.timeout, ARRIVAL)
+        while (left := max(answered, self._heard) + silence - time.monotonic()) > 0:
+            try:
+                return arrival.result(left)
+            except TimeoutError:
+                pass  # others may have come meanwhile
+        raise TimeoutError
 
     def _receive(self) -> None:
         """Hand each message to whom asked for it; refuse damaged and unasked ones, and count them."""
@@ -276,6 +291,7 @@ class StreamSource:
                 self._count("damaged")
                 print(f"rank {self.rank} refuses a message: {error}", file=sys.stderr)
                 continue
+            self._heard = time.monotonic()
             arrival = self._asked.get(got.sample_id)
             if arrival is None or arrival.done():
                 self._count("unasked")  # of a former try, or a stranger's
@@ -377,13 +393,20 @@ def add_arguments(parser) -> None:
         "--on-policy", type=int, metavar="TOKENS", default=0, help="let the verifier write the responses"
     )
     group.add_argument("--temperature", type=float, default=0.0, help="of those responses: %(default)s")
+    group.add_argument(
+        "--patience", type=float, metavar="SECONDS", default=PATIENCE, help="with a verifier that is away: %(default)s"
+    )
 
 
 def open_source(options: dict, target, samples: list[Sample], rank: int = 0, ranks: int = 1) -> StreamSource:
     """The source that the options of `add_arguments` describe, for one rank."""
     shared = {"response_tokens": options["on_policy"], "temperature": options["temperature"]}
+    shared["patience"] = options["patience"]
     if options["cache"]:
-        folder = cache_dir() / "stream" / f"{data_digest(target, samples)}-{options['on_policy']}"
+        name = f"{data_digest(target, samples)}-{options['on_policy']}"
+        if options["on_policy"]:  # other responses
+            name += f"-{options['temperature']}"
+        folder = cache_dir() / "stream" / name
         shared["cache"] = SampleCache(folder, options["cache"] * 1e9, ranks)
     verifier = Verifier(options["verifier"], target.name)
     if options["transport"] == "mooncake":

@@ -121,14 +121,14 @@ class Target:
         )
 
     @classmethod
-    def load(cls, name: str = EMBEDDED, dtype=torch.float32, device="cpu", layer_ids=(), revision=None) -> "Target":
+    def load(cls, name: str = EMBEDDED, dtype=torch.float32, device="cpu", layer_ids=()) -> "Target":
         """Load by name: `smollm2-135m` (embedded), a hub id, or a folder. OSError if unreachable."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         source = embedded_target() if name == EMBEDDED else name
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-            model = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise OSError(f"target {name!r}: not a folder here and not reachable on the hub ({reason})") from error

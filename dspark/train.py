@@ -1,12 +1,14 @@
 """Training one drafter on one target's hidden states (design: 0.1 CE + 0.9 L1 + 1.0 BCE, mix open over time).
 
 Everything random at step s is a function of (seed, s) alone, so a resumed run repeats an uninterrupted one exactly:
-nothing but weights, optimiser state and the step number needs saving.
+nothing but weights, optimiser state and the step number needs saving. The exception is what a live verifier samples
+on-policy: it draws responses anew whenever it is asked.
 """
 
 import argparse
 import csv
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -25,13 +27,16 @@ from dspark.anchors import MicroBatch, micro_batches
 from dspark.config import PRESETS, DSparkConfig
 from dspark.data import Sample, frequent_ids, heldout_prompts, load_samples
 from dspark.decode import heldout_tau
-from dspark.drafter import DSparkDrafter
+from dspark.drafter import DSparkDrafter, vocabulary_maps
+from dspark.eagle3 import Eagle3Config
 from dspark.losses import acceptance_loss, accepted_length, confidence_loss
 from dspark.paths import cache_dir
 from dspark.selfwrite import data_folder, written_files
-from dspark.source import LocalSource
+from dspark.source import LocalSource, digest_of
 from dspark.target import EMBEDDED, Target
 from dspark.target_ends import TargetEnds
+
+CHAIN = 8  # drafts a block of a drafter that chains any number
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class TrainConfig:
     micro_batches: int = 4  # packed rows a step (gradient accumulation)
     row_tokens: int = 1024
     anchors: int = 96  # blocks a packed row, drawn anew each step
-    block_sizes: tuple[int, ...] = (8,)  # drafts a block; each micro-batch draws one
+    block_sizes: tuple[int, ...] | None = None  # drafts a block, each micro-batch draws one; None: the shape's most
     lr: float = 2e-3  # AdamW: norms, heads
     muon_lr: float = 4e-3  # matrices of fc and layers
     matrix_optimizer: str = "muon"  # or adamw
@@ -67,6 +72,23 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig.{name} = {getattr(self, name)}: must be at least 1")
         if self.matrix_optimizer not in ("muon", "adamw"):
             raise ValueError(f"TrainConfig.matrix_optimizer = {self.matrix_optimizer!r}: muon or adamw")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"TrainConfig.dtype = {self.dtype!r}: float32 or bfloat16")
+        for name in ("clip", "gamma_decay"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"TrainConfig.{name} = {getattr(self, name)}: must be positive")
+
+    def fitted(self, shape: DSparkConfig | Eagle3Config) -> "TrainConfig":
+        """The same for a drafter of `shape`: without block sizes, one of the most tokens that it drafts. ValueError
+        where it cannot draft as many as are given."""
+        most = shape.max_draft_tokens if isinstance(shape, DSparkConfig) else CHAIN
+        sizes = tuple(self.block_sizes or (most,))
+        for n in sizes:
+            try:
+                shape.block_length(n)
+            except ValueError as error:
+                raise ValueError(f"TrainConfig.block_sizes = {sizes}: {error}") from error
+        return dataclasses.replace(self, block_sizes=sizes)
 
 
 def lr_scale(step: int, steps: int, warmup_steps: int, decay: float) -> float:
@@ -91,11 +113,11 @@ def drafter_loss(
     m = markov(previous, hidden)[supervised] if markov else None
     looked_at = (anchors[:, None] + torch.arange(n, device=anchors.device))[supervised]
     unique, index = looked_at.unique(return_inverse=True)
-    weights = batch.weights[supervised]
+    weights, draft_labels = batch.weights[supervised], drafter.to_draft_ids(batch.labels[supervised])
     terms = acceptance_loss(
         hidden[supervised], m, drafter.lm_head.weight, markov.markov_w2.weight if markov else None,
-        row.hidden[unique].to(hidden.dtype), target_head, index, drafter.to_draft_ids(batch.labels[supervised]),
-        weights, normaliser, config.ce_weight, config.l1_weight, config.kl_weight,
+        row.hidden[unique].to(hidden.dtype), target_head, index, draft_labels, weights, normaliser, config.ce_weight,
+        config.l1_weight, config.kl_weight,
     )  # fmt: skip
     loss, bce = terms.loss, 0.0
     if drafter.confidence_head:
@@ -105,15 +127,21 @@ def drafter_loss(
             state, w1 = state.detach(), w1 if w1 is None else w1.detach()
         bce = confidence_loss(drafter.confidence_head(state, w1), terms.c_star, weights, normaliser)
         loss = loss + config.confidence_weight * bce
+    # terms.greedy compares within the draft vocabulary, decoding with the target's best token of all: where that is
+    # outside, no draft is accepted. The whole LM head would tell, at several times the cost of this loss; the data's
+    # token stands in for it (in greedy answers they are the same).
+    known = draft_labels >= 0
+    hits = terms.greedy & known
     greedy = torch.zeros_like(supervised)
-    greedy[supervised] = terms.greedy
+    greedy[supervised] = hits
     log = {
         "loss": float(loss.detach()),
         "ce": float((terms.ce * weights).sum() / normaliser),
         "l1": float((terms.l1 * weights).sum() / normaliser),
         "bce": float(bce.detach()) if torch.is_tensor(bce) else bce,
         "draft_tokens": int(supervised.sum()),
-        "greedy_hits": int(terms.greedy.sum()),
+        "greedy_hits": int(hits.sum()),
+        "covered": int(known.sum()),
         "tau_teacher": accepted_length(greedy, supervised),
         "whole_blocks": int(supervised.all(1).sum()),  # those that tau_teacher is the mean of
     }
@@ -133,15 +161,25 @@ def optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[torch.optim.
 
 class Trainer:
     """One process, or each of torchrun's (dspark/ranks.py), of which rank 0 writes. Resumes from the newest complete
-    checkpoint in `folder`; a killed save leaves none half-written."""
+    checkpoint in `folder`; a killed save leaves none half-written.
 
-    def __init__(self, drafter: DSparkDrafter, target: Target, source, heldout: list[str], config: TrainConfig, folder):
+    init: names the weights that the drafter begins with, None where they were drawn. ValueError where the run in
+    `folder` began with others, or has other settings or data, and where the drafter cannot draft config.block_sizes.
+    """
+
+    def __init__(
+        self, drafter: DSparkDrafter, target: Target, source, heldout: list[str], config: TrainConfig, folder,
+        init: str | None = None,
+    ):  # fmt: skip
         drafter.config.check_taps(target)
+        config = config.fitted(drafter.config)
         self.drafter, self.target, self.source, self.heldout = drafter, target, source, heldout
         self.config, self.folder = config, Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.step, self.draft_tokens, self.seconds, self.waited = 0, 0, 0.0, 0.0
         self.rank = ranks.rank()
+        columns = (column for sample in source.samples for column in (sample.token_ids, sample.loss_mask))
+        self.origin = {"init": init, "data": digest_of(columns)}
         found = self._resume()
         ranks.shard(drafter)
         # A detached confidence head changes nothing about what is drafted, not even by its share of the gradient norm.
@@ -150,7 +188,8 @@ class Trainer:
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.optimizers = optimizers(drafter, config)
         if found:
-            saved = torch.load(found / "optimizers.pt", weights_only=True)
+            # Not onto the device that they were saved on, rank 0's: loading them moves them to the parameters'.
+            saved = torch.load(found / "optimizers.pt", map_location="cpu", weights_only=True)
             for optimizer, state in zip(self.optimizers, saved, strict=True):
                 ranks.load_optimizer_state(optimizer, state)
         ids = None if drafter.t2d is None else drafter.t2d.nonzero().squeeze(1)
@@ -198,11 +237,12 @@ class Trainer:
         return float(norm)
 
     def _log(self, epoch: int, logs: list[dict], scale: float, norm: float, bar) -> None:
-        names = ("loss", "ce", "l1", "bce", "draft_tokens", "greedy_hits", "whole_blocks")
+        names = ("loss", "ce", "l1", "bce", "draft_tokens", "greedy_hits", "covered", "whole_blocks")
         sums = [sum(log[name] for log in logs) for name in names]
         taus = sum(log["tau_teacher"] * log["whole_blocks"] for log in logs if log["whole_blocks"])
         *sums, taus = ranks.total([*sums, taus], self.target.device)
         pooled = dict(zip(names, sums, strict=True))
+        tokens = max(1, pooled["draft_tokens"])
         self.draft_tokens += int(pooled["draft_tokens"])
         if self.rank:
             return
@@ -210,8 +250,9 @@ class Trainer:
             "step": self.step,
             "epoch": epoch,
             **{name: round(pooled[name], 5) for name in ("loss", "ce", "l1", "bce")},
-            "greedy_acceptance": round(pooled["greedy_hits"] / max(1, pooled["draft_tokens"]), 4),
+            "greedy_acceptance": round(pooled["greedy_hits"] / tokens, 4),  # none where the data's token is not covered
             "tau_teacher": round(taus / pooled["whole_blocks"], 4) if pooled["whole_blocks"] else "",
+            "coverage": round(pooled["covered"] / tokens, 4),  # share of the data's tokens in the draft vocabulary
             "lr_scale": round(scale, 5),
             "grad_norm": round(norm, 4),
             "draft_tokens": self.draft_tokens,
@@ -237,6 +278,7 @@ class Trainer:
         """A copy in the target's dtype, for decoding and export; every rank must ask for it."""
         copy = baselines.build(self.drafter.config)
         copy.load_state_dict({name: ranks.whole(tensor) for name, tensor in self.drafter.state_dict().items()})
+        copy.notes, copy.own = self.drafter.notes, self.drafter.own  # an own embedding or LM head is exported too
         return copy.to(self.target.dtype).to(self.target.device).eval()
 
     def _save(self) -> None:
@@ -251,7 +293,7 @@ class Trainer:
         temporary.mkdir()
         save_file(trained, temporary / "trained.safetensors")
         torch.save(states, temporary / "optimizers.pt")
-        state = {"step": self.step, "draft_tokens": self.draft_tokens, "seconds": self.seconds}
+        state = {name: getattr(self, name) for name in ("step", "draft_tokens", "seconds", "waited")}
         (temporary / "state.json").write_text(json.dumps({**state, "config": self._identity()}))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)  # the directory's name appears only once everything is in it
@@ -263,7 +305,7 @@ class Trainer:
         kept = None if self.drafter.t2d is None else self.drafter.t2d.nonzero().squeeze(1).tolist()
         data = {"draft_ids": kept, "sample_lengths": [len(sample) for sample in self.source.samples]}
         settings = dataclasses.asdict(self.config) | dataclasses.asdict(self.drafter.config)
-        return json.loads(json.dumps(settings | data))
+        return json.loads(json.dumps(settings | data | self.origin))
 
     def _same_rates_so_far(self, before: dict, step: int) -> bool:
         def rates(steps, decay):
@@ -276,10 +318,11 @@ class Trainer:
         """Take weights and counts from the newest checkpoint, and return its folder."""
         checkpoints = sorted(self.folder.glob("step-*"))
         if not checkpoints:
+            self._forget_later_rows()
             return None
         state = json.loads((checkpoints[-1] / "state.json").read_text())
         before = state["config"]
-        changed = {k for k, v in self._identity().items() if before.get(k, v) != v}
+        changed = {k for k, v in self._identity().items() if before.get(k, v) != v}  # older runs lack some
         if self._same_rates_so_far(before, state["step"]):
             changed -= {"steps", "decay"}  # the end may be moved while it has not begun to tell
         if changed:
@@ -292,25 +335,38 @@ class Trainer:
         if wrong:
             raise ValueError(f"{checkpoints[-1].name} does not fit this drafter: {sorted(wrong)[:4]}")
         self.step, self.draft_tokens, self.seconds = state["step"], state["draft_tokens"], state["seconds"]
+        self.waited = state.get("waited", 0.0)  # older runs did not keep it
+        self._forget_later_rows()
+        return checkpoints[-1]
+
+    def _forget_later_rows(self) -> None:
         for name in ("log.csv", "heldout.csv") if self.rank == 0 else ():
             _keep_until(self.folder / name, self.step)
-        return checkpoints[-1]
 
 
 def _append(path: Path, row: dict) -> None:
-    new = not path.exists()
+    """Add a row to a CSV log, under the columns that it has: an older run's may lack some."""
+    columns = None
+    if path.exists():
+        with path.open(newline="") as file:
+            columns = next(csv.reader(file), None)
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if new:
+        writer = csv.DictWriter(file, columns or list(row), extrasaction="ignore")
+        if columns is None:
             writer.writeheader()
         writer.writerow(row)
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drop the rows of a CSV log that a resumed run will write again."""
-    if path.exists():
-        header, *lines = path.read_text().splitlines(keepends=True)
-        path.write_text(header + "".join(line for line in lines if int(line.split(",")[0]) <= step))
+    """Drop the rows of a CSV log that a resumed run will write again, and the file if none is left."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines[1:] if int(line.split(",")[0]) <= step]
+    if kept:
+        path.write_text("".join(lines[:1] + kept))
+    else:
+        path.unlink()
 
 
 def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], seed: int) -> DSparkDrafter:
@@ -328,8 +384,13 @@ def draft_vocabulary(config: DSparkConfig, target: Target, samples: list[Sample]
     return frequent_ids(samples, config.draft_vocab_size, target.eos_token_ids).to(target.device)
 
 
-VOCABULARY = ("d2t", "t2d", "lm_head.weight")
-MARKOV_ROWS = "markov_head.markov_w2.weight"  # [D, r]
+def weights_digest(folder: Path) -> str:
+    """Names the weights of the drafter in `folder` by the bytes of their files."""
+    digest = hashlib.sha256()
+    for path in checkpoint.weight_files(Path(folder)):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def trained_drafter(
@@ -338,23 +399,32 @@ def trained_drafter(
     """A float32 drafter of `shape` to go on training from the one in `folder`; heads that it lacks begin at random.
 
     kept [D], target ids, rising: another draft vocabulary than its own. Ids new to it begin with the target's LM head
-    row and no Markov bias.
+    row and no Markov bias. An embedding or LM head of its own stays its own; the target's tensors are copied, never
+    written to. ValueError where the shapes do not fit.
     """
     before = checkpoint.load(folder, target, torch.float32)
     learnt = before.state_dict()
     torch.manual_seed(seed)
     drafter = baselines.build(shape).to(target.device)
     if kept is not None:
-        drafter.adopt_target(target.embed_tokens, target.lm_head, kept)
-        learnt |= {name: tensor for name, tensor in drafter.state_dict().items() if name in VOCABULARY}
-        if MARKOV_ROWS in learnt:
-            at = before.to_draft_ids(kept)[:, None]
-            learnt[MARKOV_ROWS] = torch.where(at >= 0, learnt[MARKOV_ROWS][at[:, 0].clamp_min(0)], 0.0)
+        at = before.to_draft_ids(kept)[:, None]
+        for name, new in (("lm_head.weight", target.lm_head[kept]), ("markov_head.markov_w2.weight", 0.0)):
+            if name in learnt:
+                learnt[name] = torch.where(at >= 0, learnt[name][at[:, 0].clamp_min(0)], new)
+        learnt["d2t"], learnt["t2d"] = vocabulary_maps(kept, shape.vocab_size)
     missing, unexpected = drafter.load_state_dict(learnt, strict=False)
     strange = [name for name in missing if not name.startswith(("markov_head.", "confidence_head."))] + unexpected
     if strange:
         raise ValueError(f"{Path(folder).name} is no beginning of this shape: {strange[:4]}")
+    drafter.notes, drafter.own = before.notes, before.own
     return drafter
+
+
+def _boolean(text: str) -> bool:
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text!r}: true or false")
+    return values[text.lower()]
 
 
 def main(argv: list[str]) -> None:
@@ -371,10 +441,10 @@ def main(argv: list[str]) -> None:
     )
     stream.add_arguments(parser)
     for field in dataclasses.fields(TrainConfig):
-        kind = {"bool": lambda text: text.lower() in ("1", "true"), "int": int, "float": float, "str": str}
+        kind = {"bool": _boolean, "int": int, "float": float, "str": str}
         name = "--" + field.name.replace("_", "-")
         if field.name == "block_sizes":
-            parser.add_argument(name, type=int, nargs="+", default=list(field.default), help="drafts a block")
+            parser.add_argument(name, type=int, nargs="+", help="drafts a block (default: the most that the shape can)")
         else:
             parser.add_argument(name, type=kind[field.type.__name__], default=field.default, help=f"{field.default}")
     args = vars(parser.parse_args(argv))
@@ -385,9 +455,8 @@ def main(argv: list[str]) -> None:
     else:
         shape = PRESETS[args["preset"]].replace(target=args["target"], **args["config"])
         shape = baselines.shape_of(args["drafter"], shape)
-    config = TrainConfig(
-        **{f.name: args[f.name] for f in dataclasses.fields(TrainConfig)} | {"block_sizes": tuple(args["block_sizes"])}
-    )
+    sizes = args["block_sizes"] and tuple(args["block_sizes"])
+    config = TrainConfig(**{f.name: args[f.name] for f in dataclasses.fields(TrainConfig)} | {"block_sizes": sizes})
     data = args["data"] or written_files(args["target"], data_folder())
     streamed, choose = args if args["verifier"] else None, args["choose_vocabulary"]
     train(args["target"], shape, config, data, args["out"], streamed, args["init"], choose)
@@ -408,8 +477,9 @@ def train(
     init: folder of the drafter to begin from; None begins at random. It keeps its draft vocabulary unless
     choose_vocabulary, which takes as many ids as `shape` says by their frequency in these data.
     streamed: what stream.add_arguments parsed, to read the states from a live verifier. Under torchrun, every rank
-    calls this.
+    calls this. ValueError, before anything is loaded, where the shape cannot draft blocks of these sizes.
     """
+    config = config.fitted(shape)
     # Probabilities of a trained drafter underflow; on a CPU, products with denormals are a hundred times slower.
     torch.set_flush_denormal(True)
     rank, world, device = ranks.start()
@@ -429,7 +499,7 @@ def train(
         drafter = trained_drafter(init, target, shape, config.seed, ids)
     else:
         drafter = new_drafter(shape, target, samples, config.seed)
-    trainer = Trainer(drafter, target, source, heldout, config, out)
+    trainer = Trainer(drafter, target, source, heldout, config, out, weights_digest(init) if init else None)
     trainer.run()
     drafter = trainer.inference_drafter()
     if rank == 0:

@@ -26,11 +26,12 @@ from dspark.baselines import PROMPT_LOOKUP, PromptLookup
 from dspark.decode import Answer
 from dspark.formats import kind_of, read_json
 from dspark.paths import ROOT
-from dspark.serve import INTERPRETED, ON_CPU, Command, Fleet
+from dspark.serve import INTERPRETED, ON_CPU, Command, Fleet, open_url
 from dspark.setup import has_gpu
 from dspark.target import EMBEDDED, Target, embedded_target, encode_chat, stop_ids
 
 _COUNTERS = "vllm:spec_decode_num_"
+_STEPS = "vllm:inter_token_latency_seconds_count"  # one a request and step, prefills apart
 
 
 def on_cpu() -> None:
@@ -127,13 +128,16 @@ def server(config, source: str | None, n: int, longest: int, folder: Path, name:
 
 
 def counters(url: str) -> dict:
-    """The server's drafting counters so far: drafts, draft_tokens, accepted_tokens, and accepted_tokens_per_pos [n]."""
+    """The server's counters so far: steps (of each request one, prefills apart), drafts (steps that verified some),
+    draft_tokens, accepted_tokens, and accepted_tokens_per_pos [n]."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
+    with open_url(f"{url}/metrics", timeout=60) as reply:
         families = list(text_string_to_metric_families(reply.read().decode()))
-    found = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_tokens_per_pos": {}}
+    found = {"steps": 0, "drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "accepted_tokens_per_pos": {}}
     for sample in (sample for family in families for sample in family.samples):
+        if sample.name == _STEPS:
+            found["steps"] += int(sample.value)
         name = sample.name.removeprefix(_COUNTERS).removesuffix("_total")
         if not sample.name.startswith(_COUNTERS) or name not in found or sample.name.endswith("_created"):
             continue
@@ -145,7 +149,8 @@ def counters(url: str) -> dict:
 
 
 def ask(url: str, config, chat: list[int], stop: list[int]) -> tuple[Answer, dict]:
-    """One request: the answer and, on a GPU, its latencies in ms. Steps that verified no draft count as steps too."""
+    """One request: the answer and, on a GPU, its latencies in ms. Steps that verified no draft count as steps too;
+    `settle` adds those that the cut at an answer's end hides."""
     body = {
         "model": config.target, "prompt": chat, "max_tokens": config.max_new_tokens, "stop_token_ids": stop,
         "temperature": config.temperature, "return_token_ids": True,
@@ -154,7 +159,7 @@ def ask(url: str, config, chat: list[int], stop: list[int]) -> tuple[Answer, dic
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     begun = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=3600) as reply:
+    with open_url(request, timeout=3600) as reply:
         said = json.load(reply)
     seconds = time.perf_counter() - begun
     tokens, metrics = said["choices"][0]["token_ids"], said["metrics"] or {}
@@ -168,6 +173,24 @@ def ask(url: str, config, chat: list[int], stop: list[int]) -> tuple[Answer, dic
     return answer, latency | {"e2e_ms": 1e3 * seconds}
 
 
+def settle(answered: list[Answer], steps: int) -> None:
+    """Give answers the steps without a draft that `ask` could not see, `steps` being the server's count of all.
+
+    vLLM tells what a step accepted before it cuts the answer at its stop token or its length. Behind as many tokens as
+    were cut off, so many steps of one token can hide. Of several answers at once the server does not tell whose they
+    are: the first that can have them get them, and the tau of all is right.
+    """
+    left = steps - sum(answer.steps for answer in answered)
+    for answer in answered:
+        drafts = sum(drafted > 0 for drafted in answer.drafted)
+        cut = 1 + sum(answer.accepted) + answer.steps - len(answer.tokens)  # tokens, as far as the steps so far tell
+        room = answer.accepted[drafts - 1] - cut if drafts else 0  # of the last drafted step one token at least is left
+        hidden = max(0, min(left, room))
+        answer.drafted += [0] * hidden
+        answer.accepted += [0] * hidden
+        left -= hidden
+
+
 def answers(config, source: str | None, n: int, chats: dict, stop: list[int], folder: Path) -> dict:
     """{key: (Answer, latencies)} of every chat, config.concurrency at a time. RuntimeError where the server fails,
     drafts nothing, or counted other drafts than its answers tell."""
@@ -176,15 +199,26 @@ def answers(config, source: str | None, n: int, chats: dict, stop: list[int], fo
     with server(config, source, n, longest, folder, name) as url:
         if has_gpu():
             ask(url, config, next(iter(chats.values())), stop)  # compiles and warms up
+
+        def ask_one(chat: list[int]) -> tuple[Answer, dict]:
+            if source is None or config.concurrency > 1:
+                return ask(url, config, chat, stop)
+            begun = counters(url)["steps"]
+            answer, latency = ask(url, config, chat, stop)
+            settle([answer], counters(url)["steps"] - begun)  # alone there, it has its steps exactly
+            return answer, latency
+
         before = counters(url)
         with ThreadPoolExecutor(config.concurrency) as pool:
-            answered = list(pool.map(lambda chat: ask(url, config, chat, stop), chats.values()))
+            answered = list(pool.map(ask_one, chats.values()))
         got = dict(zip(chats, answered, strict=True))
         after = counters(url)
         if source is None:
             return got
-        counted = {k: after[k] - before[k] for k in ("drafts", "draft_tokens", "accepted_tokens")}
+        counted = {k: after[k] - before[k] for k in ("steps", "drafts", "draft_tokens", "accepted_tokens")}
+        settle([answer for answer, _ in answered], counted["steps"])
         told = {
+            "steps": sum(a.steps for a, _ in got.values()),
             "drafts": sum(d > 0 for a, _ in got.values() for d in a.drafted),
             "draft_tokens": sum(sum(a.drafted) for a, _ in got.values()),
             "accepted_tokens": sum(sum(a.accepted) for a, _ in got.values()),

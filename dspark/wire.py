@@ -66,7 +66,10 @@ def decode(frames: list) -> WireSample:
         raise WireError(f"header of {len(frames[0])} bytes, at most {MAX_HEADER}")
     if bytes(frames[3]) != _digest(frames[:3]):
         raise WireError("checksum does not fit: the message was damaged on its way")
-    header = _header(bytes(frames[0]))
+    try:
+        header = _header(bytes(frames[0]))
+    except RecursionError as error:  # of the parser, or of the text that would name what is wrong
+        raise WireError("header is nested too deeply") from error
     rows, layers, width = header["shape"]
     dtype, tokens = DTYPES[header["dtype"]], header["tokens"]
     if len(frames[1]) != 4 * tokens or len(frames[2]) != rows * layers * width * dtype.itemsize:
@@ -80,6 +83,12 @@ def decode(frames: list) -> WireSample:
         torch.frombuffer(frames[1], dtype=torch.int32),
         torch.frombuffer(frames[2], dtype=dtype).view(rows, layers, width),
     )
+
+
+def frame_limit(tokens: int, layers: int, width: int) -> int:
+    """Bytes that no frame of a sample of so many tokens exceeds, whatever its dtype: one of a wrong dtype is to arrive
+    and be named. For zmq.MAXMSGSIZE, which looks at each frame for itself."""
+    return MAX_HEADER + tokens * layers * width * max(dtype.itemsize for dtype in DTYPES.values())
 
 
 def _header(data: bytes) -> dict:

@@ -68,13 +68,13 @@ def block_attention(dtype: torch.dtype, A: int, n: int, heads: int, kv: int, d: 
 
 
 @torch.no_grad()
-def markov_decode(dtype: torch.dtype, B: int, temperature: float, candidates=None) -> None:
+def markov_decode(dtype: torch.dtype, B: int, temperature: float, pruned: bool = True) -> None:
     config = PRESETS["kimi-k2.6"].replace(vocab_size=40000, mask_token_id=0)
     head = MarkovHead(config).to(dtype)
-    base, d2t = torch.zeros(B, 2, 32000, dtype=dtype), torch.zeros(32000, dtype=torch.long)
+    base, d2t = torch.zeros(B, 2, 32000, dtype=dtype), torch.zeros(32000, dtype=torch.long) if pruned else None
     anchors = torch.zeros(B, dtype=torch.long)
     with suppress(IndexError):  # nothing was launched, so no token came out
-        kernels.markov_decode(base, base, anchors, head, d2t, temperature, anchors, candidates)
+        kernels.markov_decode(base, base, anchors, head, d2t, temperature, anchors)
 
 
 def acceptance_loss(dtype: torch.dtype, N: int, l1_weight: float) -> None:
@@ -83,11 +83,14 @@ def acceptance_loss(dtype: torch.dtype, N: int, l1_weight: float) -> None:
     kernels.acceptance_loss(hidden, None, head, None, hidden, head, index, index, torch.ones(N), 1.0, 0.5, l1_weight)
 
 
-def verify(dtype: torch.dtype, B: int, n: int, temperature: float, ragged: bool, certain: bool = False) -> None:
-    logits, drafts = torch.zeros(B, n + 1, 163840, dtype=dtype), torch.zeros(B, n, dtype=torch.long)
-    q, uniforms, to_draft = torch.zeros(B, n, 32000), torch.zeros(B, n + 1), torch.zeros(163840, dtype=torch.long)
+def verify(dtype: torch.dtype, B: int, n: int, temperature: float, ragged: bool, q: str = "pruned") -> None:
+    """q: of a pruned draft vocabulary, of the same one as the target's, or none (`certain`)."""
+    V, width = 163840, {"pruned": 32000, "same": 163840}.get(q)
+    logits, drafts = torch.zeros(B, n + 1, V, dtype=dtype), torch.zeros(B, n, dtype=torch.long)
+    to_draft = torch.zeros(V, dtype=torch.long) if q == "pruned" else None
+    drawn_from = torch.zeros(B, n, width) if width else None
     rows = torch.arange(B * (n + 1)).view(B, n + 1) if ragged else None
-    sampled = (uniforms, *(() if certain else (q, to_draft))) if temperature else ()
+    sampled = (torch.zeros(B, n + 1), drawn_from, to_draft) if temperature else ()
     kernels.verify(logits.flatten(0, 1) if ragged else logits, drafts, rows, temperature, *sampled)
 
 
@@ -99,12 +102,16 @@ JOBS = {  # mostly Kimi's shapes in bfloat16, SmolLM2's in float32; a window com
         (block_attention, (1, 8, 56, 8, 128, None, False)),
         (markov_decode, (1, 0.0)),
         (markov_decode, (64, 1.0)),
-        (markov_decode, (64, 0.0, 64)),
+        (markov_decode, (1, 0.0, False)),
+        (markov_decode, (64, 1.0, False)),
         (acceptance_loss, (4, 0.9)),
         (acceptance_loss, (4, 0.0)),
         (verify, (2, 7, 0.0, False)),
         (verify, (2, 7, 1.0, True)),
-        (verify, (2, 7, 1.0, False, True)),
+        (verify, (2, 7, 1.0, False, "certain")),
+        (verify, (2, 7, 1.0, False, "same")),
+        (verify, (2, 0, 0.0, False)),  # the target alone
+        (verify, (2, 0, 1.0, True, "certain")),
     ],
     torch.float32: [
         (block_attention, (16, 8, 9, 3, 64, 2048)),
@@ -122,6 +129,8 @@ def main() -> None:
         for job, arguments in jobs:
             COMPILED.clear()
             job(dtype, *arguments)
+            if not COMPILED:
+                raise RuntimeError(f"{job.__name__}{arguments} in {dtype} launched no kernel")
             for compiled in COMPILED.values():
                 said = {"job": job.__name__, "dtype": str(dtype).removeprefix("torch."), "arguments": str(arguments)}
                 print(json.dumps(said | resources(compiled)), flush=True)

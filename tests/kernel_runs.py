@@ -33,12 +33,14 @@ class _Counted:
 
     def __getitem__(self, grid):
         self.launches[self.kernel.__name__] += 1
+        self.launches[self.kernel.__name__, grid] += 1
         return self.kernel[grid]
 
 
 @contextmanager
 def kernels(module, *names):
-    """DSPARK_KERNELS=triton, NaN in all fresh memory, and a Counter of the launches of the module's kernels `names`.
+    """DSPARK_KERNELS=triton, NaN in all fresh memory, and a Counter of the launches of the module's kernels `names`, by
+    name and by (name, grid).
 
     Leaving it without one launch of each fails: a test must not pass because something else did the work.
     """

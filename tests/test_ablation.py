@@ -14,6 +14,7 @@ from dspark import ablation, ablation_plots, batched
 from dspark.ablation import HEADS, AblationConfig, Arm
 from dspark.batched import Contestant, Served
 from dspark.config import PRESETS
+from dspark.data import load_prompts
 from dspark.paths import cache_dir
 from dspark.schedule import Fixed, Threshold
 from dspark.train import TrainConfig, new_drafter
@@ -185,6 +186,16 @@ def test_calibration_is_judged_on_other_prompts_than_it_was_fitted_on(target, mo
     assert observed.tolist() == pytest.approx([table.observed[0]] * 2)
 
 
+def test_calibration_refuses_to_judge_by_prompts_that_it_was_fitted_on():
+    there = len(load_prompts("own-gsm8k", 10**6).prompts)
+    for prompts in (0, there // 2 + 1, there):
+        named = f"prompts = {prompts}: own-gsm8k has {there}, half of them to judge by: 1 to {there // 2}"
+        with pytest.raises(ValueError, match=named):
+            ablation.calibration_blocks(None, None, ("own-gsm8k",), prompts, 8, 2)
+    with pytest.raises(AttributeError):  # as many as there may be: it goes on to the drafter, of which there is none
+        ablation.calibration_blocks(None, None, ("own-gsm8k",), there // 2, 8, 2)
+
+
 # ---- resuming
 
 
@@ -252,9 +263,13 @@ def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, m
     again = ablation.study(config(), arms, tmp_path / "out")
     pd.testing.assert_frame_equal(again, table, check_dtype=False)
     assert not trained
+    fresh = ablation.study(config(), arms[:1], tmp_path / "out", fresh=True)
+    assert fresh.heads.tolist() == ["none"]
     monkeypatch.setattr(ablation, "serve", lambda *args: pytest.fail("measured again"))
-    assert len(ablation.study(config(), arms[1:2], tmp_path / "out")) == 1
-    assert pd.read_csv(tmp_path / "out" / "head_ablation.csv").heads.tolist() == ["both"]
+    assert ablation.study(config(), arms[1:2], tmp_path / "out").heads.tolist() == ["both"]
+    found = pd.read_csv(tmp_path / "out" / "head_ablation.csv")
+    assert sorted(found.heads) == ["both", "markov", "none"] and found.draft_ms.notna().all()  # others' rows stay
+    assert ablation.study(config(), arms, tmp_path / "out").heads.tolist() == ["none", "both", "markov"]
 
 
 # ---- figures
@@ -284,9 +299,11 @@ def test_figures_of_the_arms_show_means_and_ranges_over_seeds():
 
 def test_figures_of_calibration_cost_and_load_draw_their_tables():
     bins = pd.DataFrame({"position": [1, 1, 2, 2], "calibration": ["before STS", "after STS"] * 2,
-                         "predicted": [0.9, 0.6, 0.8, 0.4], "observed": [0.6, 0.6, 0.3, 0.4]})  # fmt: skip
+                         "predicted": [0.9, 0.6, 0.8, 0.4], "observed": [0.6, 0.6, 0.3, 0.4],
+                         "blocks": 20})  # fmt: skip
     plot = ablation_plots.reliability_diagrams(bins)
     assert [lines(ax)["after STS"] for ax in plot.figure.axes[:2]] == [[[0.6], [0.6]], [[0.4], [0.4]]]
+    assert len(ablation_plots.reliability_diagrams(bins.assign(blocks=[20, 20, 19, 20])).data) == 3  # 19 are too few
     ranked = pd.DataFrame({"confidence": ["head", "own probability"] * 2, "position": [1, 1, 2, 2],
                            "auroc_after": [0.6, 0.8, 0.7, 0.9]})  # fmt: skip
     assert lines(ablation_plots.ranking_of_confidences(ranked).figure.axes[0])["head"] == [[1, 2], [0.6, 0.7]]
@@ -302,6 +319,7 @@ def test_figures_of_calibration_cost_and_load_draw_their_tables():
     assert lines(left)["scheduler (early stop)"] == [[1, 4], [22, 67]]
     assert lines(right)["scheduler (early stop)"] == [[22, 16.75], [22, 67]]
     assert plot.data.decode_tokens_per_s_high.max() == 68
-    sweep = ablation_plots.threshold_sweep(load[load.concurrency == 4][::-1])
+    sweep = ablation_plots.threshold_sweep(load[load.concurrency == 4][::-1], 70.0)
+    assert lines(sweep.figure.axes[2])["no drafts"][1] == [70.0, 70.0]
     assert lines(sweep.figure.axes[2])["d"] == [[0.0, 0.5], [60, 66]]
     assert "concurrency 4" in sweep.caption

@@ -113,3 +113,16 @@ def test_the_mask_is_the_one_that_the_paper_states(causal, anchor_first):
     mask = anatomy.visible(config, context=5, later=2, n=3)
     own = np.tril(np.ones((slots, slots), bool)) if causal else np.ones((slots, slots), bool)
     assert mask[:, :5].all() and not mask[:, 5:7].any() and (mask[:, 7:] == own).all()
+
+
+def test_a_sliding_layer_has_a_mask_of_its_own():
+    """is_causal left open, as speculators does: the sliding layer is causal in the block, the full one is not."""
+    config = tiny_config(is_causal=None, sliding_layers=(1,), sliding_window=4)
+    full, sliding = (anatomy.visible(config, context=5, later=2, n=3, layer=layer) for layer in (0, 1))
+    assert full[:, :5].all() and not full[:, 5:7].any() and full[:, 7:].all()
+    # slot i, of row 5 + i, sees context less than 4 rows back
+    assert sliding[:, :5].astype(int).tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]
+    assert not sliding[:, 5:7].any() and (sliding[:, 7:] == np.tril(np.ones((3, 3), bool))).all()
+    assert (anatomy.visible(config, context=5, later=2, n=3) == full).all()
+    with pytest.raises(ValueError, match=r"layer = 2: draft layers are 0..1"):
+        anatomy.visible(config, context=5, later=2, n=3, layer=2)

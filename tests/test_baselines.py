@@ -302,6 +302,11 @@ def test_an_overfitted_text_is_accepted_whole(latent, tmp_path):
     assert again.step == 120
 
 
+def test_a_chain_has_no_longest_block_and_trains_on_eight_drafts():
+    assert TrainConfig().fitted(eagle3_config(tiny_config(), latent=False)).block_sizes == (8,)
+    assert TrainConfig(block_sizes=(20,)).fitted(eagle3_config(tiny_config(), latent=True)).block_sizes == (20,)
+
+
 def test_a_later_pass_trains_through_the_earlier_ones(toy):
     """Training-time test: the loss of pass 2 reaches the fused features through pass 1's output."""
     drafter = chain_drafter(toy, False)

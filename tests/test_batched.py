@@ -8,14 +8,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from test_decode import LIKED, NEVER, SMALL, joint_of_the_target, small  # noqa: F401
-from tiny import tiny_drafter, tiny_target
+from tiny import VOCAB, tiny_config, tiny_drafter, tiny_model, tiny_target
 
-from dspark import batched, checkpoint, schedule
+from dspark import baselines, batched, checkpoint, schedule
 from dspark.batched import Engine, profile_steps, serve
 from dspark.data import OWN_SETS, load_prompts
 from dspark.decode import answer
 from dspark.evaluate import COMMITTED_DRAFTER
 from dspark.schedule import Fixed, Scheduler, StepCost, Threshold
+from dspark.transformers_target import TransformersTarget
 
 PROMPTS = [[5, 6, 7], [3, 4], [30, 8, 21, 17, 12, 25, 39], [9], [14, 23, 25], [36, 31, 5, 6], [7, 7, 3]]
 # One request's step grows slowly dearer, that of eight steeply: lengths differ from row to row and from step to step.
@@ -247,6 +248,22 @@ def test_misfits_are_named(toy, drafter):
         serve(toy, None, PROMPTS, Fixed(3), 2, 8)
     with pytest.raises(ValueError, match="at least one token"):
         serve(toy, drafter, [[5], []], Fixed(3), 2, 8)
+    for temperature in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"temperature = {temperature}: give 0"):
+            serve(toy, drafter, PROMPTS, Fixed(3), 2, 8, temperature)
+
+
+def test_what_answers_one_request_at_a_time_is_named_before_it_runs(toy, drafter):
+    """Drafters without contexts of a batch, and a target whose cache cannot hold rows of different lengths."""
+    eagle = baselines.build(baselines.eagle3_config(tiny_config(), False))
+    for alone in (eagle, baselines.PromptLookup(VOCAB)):
+        name = type(alone).__name__
+        with pytest.raises(ValueError, match=f"drafter {name} cannot draft for a batch: decode one request at a time"):
+            serve(toy, alone, PROMPTS, Fixed(3), 2, 8)
+    other = TransformersTarget(tiny_model(), None, "other", (0, 2))
+    for policy in (Fixed(3), Fixed(0)):
+        with pytest.raises(ValueError, match="target 'other' cannot hold requests of different lengths: decode one"):
+            serve(other, drafter, PROMPTS, policy, 2, 8)
 
 
 @pytest.mark.parametrize("search", ["early stop", "global"])

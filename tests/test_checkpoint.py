@@ -156,6 +156,24 @@ def test_own_embedding_and_head_in_the_file_win_over_the_targets(toy, tmp_path):
     assert torch.equal(own.lm_head.weight, head) and torch.equal(own.embed_tokens.weight, embedding)
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+def test_the_targets_own_embedding_is_told_from_a_foreign_one_in_a_coarser_dtype(foreign, tmp_path):
+    """A bfloat16 file read for a target in float16, which cannot hold the file's smallest values."""
+    model = tiny_model(torch.bfloat16)
+    model.model.embed_tokens.weight.data[3, 4] = 1e-6
+    toy = Target(model, None, "tiny", (0, 2))
+    checkpoint.save(tiny_drafter(toy), tmp_path / "drafter")
+    stored = toy.embed_tokens.clone()
+    stored[5, 6] *= 1 + foreign
+    rewrite(tmp_path / "drafter", embed_tokens__weight=stored, lm_head__weight=toy.lm_head.clone())
+    half = Target(model.to(torch.float16), None, "tiny", (0, 2))
+    assert not torch.equal(half.embed_tokens.bfloat16(), toy.embed_tokens)  # or nothing is tested
+    back = checkpoint.load(tmp_path / "drafter", half)
+    assert back.own == ({"embed_tokens.weight"} if foreign else set())
+    checkpoint.save(back, tmp_path / "again", torch.float16)
+    assert ("embed_tokens.weight" in load_file(tmp_path / "again" / "model.safetensors")) == foreign
+
+
 def test_a_pruned_head_that_the_file_lacks_is_the_targets_rows_and_must_be_written_for_vllm(toy, saved, tmp_path):
     assert torch.equal(checkpoint.load(saved, toy).lm_head.weight, toy.lm_head[KEPT])
     rewrite(saved, lm_head__weight=None)
@@ -338,6 +356,8 @@ BAD_HISTORY = {
     "empty table": ("heldout.csv", "", "run is damaged: heldout.csv is no table of numbers"),
     "words": ("heldout.csv", "step,tau\n1,high\n", "run is damaged: heldout.csv is no table of numbers.*'high'"),
     "binary": ("heldout.csv", "step\n\udcff", "run is damaged: heldout.csv is no table of numbers"),
+    "no temperatures": ("calibration.json", "{}", "run/calibration.json: temperatures = 'None' must be a list"),
+    "infinite": ("calibration.json", '{"temperatures": [Infinity]}', "calibration.json holds the temperature 'inf'"),
 }
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ from dspark.data import (
 from dspark.decode import answer
 from dspark.paths import PROMPTS
 from dspark.selfwrite import normalise, read_rounds, self_write, split_of, written_files
-from dspark.source import LocalSource, pack
+from dspark.source import LocalSource, data_digest, pack
 from dspark.target import Target, encode_chat
 
 
@@ -368,6 +369,23 @@ def test_workers_write_with_vllm_what_the_target_says(target, tmp_path):
     assert sum(same) >= 0.8 * len(same) > 1
 
 
+def test_a_writer_that_dies_stops_the_others(monkeypatch):
+    """Whichever it is: the first one would write on for a minute."""
+    started, popen = [], subprocess.Popen
+
+    def run(*codes: str) -> None:
+        started.clear()
+        monkeypatch.setattr(selfwrite.subprocess, "Popen", lambda command, env: started.append(
+            popen([sys.executable, "-c", codes[len(started)]], env=env)) or started[-1])  # fmt: skip
+        selfwrite._run_workers([], len(codes), seed=0, share=100)
+
+    with pytest.raises(SystemExit, match="a writer ended with status 3"):
+        run("import time; time.sleep(60)", "raise SystemExit(3)")
+    assert started[0].wait(60) == -signal.SIGTERM  # 0 if it had been waited for
+    run("pass", "pass")
+    assert [process.returncode for process in started] == [0, 0]
+
+
 def test_read_rounds_drops_the_round_that_a_kill_cut(tmp_path):
     path = tmp_path / "data.jsonl"
     assert read_rounds(path) == []
@@ -415,6 +433,26 @@ def test_hidden_states_are_computed_once_and_found_again(toy, tmp_path, monkeypa
     assert calls == [1, 1]
     LocalSource(toy, toy_samples(10, 7), tmp_path).row([0])  # other data, another file
     assert calls == [1, 1, 1] and len(list(tmp_path.glob("*.bf16"))) == 2
+
+
+def test_other_cuts_and_other_weights_give_states_another_name(toy, tmp_path):
+    """The same tokens cut elsewhere are other texts; a local target may have been trained on since."""
+    ids, local = torch.arange(3, 9), copy.copy(toy)
+
+    def name(target, cut: int) -> str:
+        return data_digest(target, [Sample(part, torch.ones(len(part)).bool()) for part in (ids[:cut], ids[cut:])])
+
+    assert name(toy, 2) == name(toy, 2) != name(toy, 4)
+    local.name = str(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    names = [name(local, 2)]
+    assert name(local, 2) == names[0]
+    weights.write_bytes(b"larger weights")
+    names.append(name(local, 2))
+    os.utime(weights, ns=(1, 1))  # of the same size, at another time
+    names.append(name(local, 2))
+    assert len(set(names)) == 3
 
 
 def test_states_whose_marks_are_lost_are_computed_again(toy, tmp_path):

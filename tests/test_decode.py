@@ -146,6 +146,14 @@ def test_missing_or_unfit_drafters_are_named(toy):
         answer(toy, None, [5] * 250, 0, 20)
 
 
+@pytest.mark.parametrize("temperature", [-0.5, float("nan"), float("inf")])
+def test_a_temperature_that_is_none_is_refused(toy, temperature):
+    """A negative one or NaN is neither greedy nor drawn from; at an infinite one every token would be as likely."""
+    for n, drafter in ((0, None), (3, tiny_drafter(toy))):
+        with pytest.raises(ValueError, match=f"temperature = {temperature}: give 0"):
+            answer(toy, drafter, [5], n, 4, temperature=temperature)
+
+
 def test_other_taps_than_the_drafters_are_refused():
     """Same number of taps, other layers: it would run, and draft badly."""
     other = tiny_target(layer_ids=(1, 2))

@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dspark import baselines, evaluate
 from dspark.answers import final_answer, is_correct
@@ -84,6 +86,43 @@ def test_a_scheduled_drafter_verifies_what_pays_and_changes_no_answer(tmp_path):
         replace(config, scheduled=("nobody",))
     with pytest.raises(ValueError, match="vLLM verifies every draft"):
         replace(config, engine="vllm")
+    bare = replace(config, drafters={"prompt-lookup": "prompt-lookup"}, scheduled=("prompt-lookup",))
+    with pytest.raises(ValueError, match="scheduled drafter prompt-lookup has no confidence head"):
+        sweep(bare, tmp_path / "bare")
+
+
+def test_a_drafter_trained_on_is_another_drafter(tmp_path):
+    """Its name and folder stay, its weights do not: what was measured of it before is not taken over."""
+    folder = tmp_path / "drafter"
+    shutil.copytree(COMMITTED_DRAFTER, folder)
+    config = SweepConfig(
+        "test", drafters={"mine": str(folder)}, benchmarks=("own-gsm8k",), prompts=1, n_values=(2,), max_new_tokens=4
+    )
+    before = sweep(config, tmp_path / "run")
+    pd.testing.assert_frame_equal(sweep(config, tmp_path / "run"), before)  # resumed, nothing measured anew
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"][0] += 1
+    save_file(tensors, folder / "model.safetensors")
+    evaluate.weights_digest.cache_clear()
+    with pytest.raises(ValueError, match="another run .*weights"):
+        sweep(config, tmp_path / "run")
+    sweep(config, tmp_path / "run", fresh=True)
+
+
+def test_a_sweep_shows_and_compares_its_own_cells_only(tmp_path, capsys):
+    """A folder that holds more n and benchmarks than the sweep asks for: neither tables nor comparisons mix them in."""
+    run = ["--profile", "test", "--drafter", "prompt-lookup", "--prompts", "1", "--max-new-tokens", "6", "--out"]
+    run.append(str(tmp_path))
+    evaluate.main([*run, "--n", "3", "--benchmark", "own-gsm8k", "own-aime"])
+    evaluate.main([*run, "--n", "3", "7", "--benchmark", "own-gsm8k"])
+    assert set(pd.read_csv(tmp_path / "n_sweep.csv").benchmark) == {"own-gsm8k"}
+    (change,) = pd.read_csv(tmp_path / "paired_change.csv").to_dict("records")
+    assert (change["drafter"], change["n_low"], change["n_high"]) == ("prompt-lookup", 3, 7)
+
+
+def test_more_drafts_than_the_table_has_columns_are_refused_at_once():
+    with pytest.raises(ValueError, match="n = 9: the tables have columns for the positions 1..8"):
+        SweepConfig("test", drafters={"prompt-lookup": "prompt-lookup"}, n_of={"prompt-lookup": (3, 9)})
 
 
 def test_step_costs_are_measured_once_a_sweep(tmp_path):

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -241,6 +242,9 @@ def test_padding_for_vllm_must_be_zero(toy, tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match="markov_w2.weight is called padding, but is not zero"):
         checkpoint.load(folder, toy)
+    gated = tiny_drafter(toy, markov_rank=0, confidence_head=False, markov_head_type="gated")  # a type without a head
+    checkpoint.save(gated, folder, torch.float32, format="vllm")
+    assert checkpoint.load(folder, toy).config.markov_rank == 0
 
 
 # ---- Eagle3 heads, for the baselines
@@ -449,6 +453,26 @@ def test_a_card_has_front_matter_recipe_metrics_and_a_serve_command(toy, tmp_pat
     assert json.loads(spoken) == {"method": "dspark", "model": "mine", "num_speculative_tokens": 4}
     bare = card.model_card(tiny_drafter(toy).config, "native", None, "mine", 10)
     assert "Not recorded" in bare and "Nothing was measured" in bare  # rather than a number from elsewhere
+
+
+@pytest.mark.parametrize("name", ["org/model; rm -rf ~ #", "$(reboot)", "`reboot`", "it's", "two words"])
+def test_a_name_in_the_serve_command_is_a_word_and_no_command(toy, name):
+    """The target's is what a checkpoint of anybody says, the drafter's the name of a folder."""
+    shape = tiny_drafter(toy).config.replace(target=name)
+    command = shlex.split(card.serve(shape, name, "native").splitlines()[0])
+    assert command[:4] == ["vllm", "serve", name, "--speculative-config"] and len(command) == 5
+    assert json.loads(command[4])["model"] == name
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "a\u202eb", "\x00"])
+def test_a_target_whose_name_is_not_printable_is_refused(name):
+    """It would reach the terminal and the card as it is."""
+    escaped = re.escape(repr(name))
+    for raw, read in ((DEEPSEEK | {"target_model": name}, formats.read_config),
+                      (EAGLES["DeepSpec's"] | {"target_model_name_or_path": name}, formats.read_eagle3)):  # fmt: skip
+        with pytest.raises(ValueError, match=f"target(_model)? = {escaped} must be str of printable characters"):
+            read(raw)
+    assert formats.read_config(DEEPSEEK | {"target_model": "Größe/模型 1"})[0].target == "Größe/模型 1"
 
 
 def test_the_committed_drafter_goes_out_and_comes_back_bit_for_bit(tmp_path, capsys, no_set_up):

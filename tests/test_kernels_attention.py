@@ -93,8 +93,9 @@ def test_kernel_at_shapes_that_fit_no_tile(lengths, anchors, causal, window, n, 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])
 def test_a_context_split_among_programs_gives_the_same(splits, monkeypatch):
-    """Decoding: long contexts of ragged requests in one buffer; what is stale between them is never read."""
-    capacity, lengths = 80, [77, 0, 20]
+    """Decoding: long contexts of ragged requests in one buffer; what is stale between them is never read. The longest
+    has a tile of 32 keys for each of 8 programs."""
+    capacity, lengths = 256, [253, 0, 20]
     inputs, *_ = problem([capacity] * 3, [0, 100, 200], 4, 4, 2, 8)
     starts = torch.arange(3, device=DEVICE) * capacity
     anchors = starts + torch.tensor(lengths, device=DEVICE)
@@ -104,8 +105,9 @@ def test_a_context_split_among_programs_gives_the_same(splits, monkeypatch):
             for start, length in zip(starts.tolist(), lengths, strict=True):
                 tensor[start + length : start + capacity] = torch.nan
     monkeypatch.setattr(kernel, "processors", lambda device: splits * 3 * 2)  # 3 tiles, 2 key heads
-    with kernels(kernel, "_forward"), torch.no_grad():
+    with kernels(kernel, "_forward") as launches, torch.no_grad():
         assert_near(block_attention(*inputs, anchors, starts), wanted)
+    assert launches["_forward", (3, 2, splits)] == 1  # the launcher caps what a context is too short for
 
 
 @pytest.mark.filterwarnings("ignore:Input #")  # gradcheck would like float64

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,10 @@ def bases(toy, tmp_path_factory):
 
 
 # ---- how to spoil a checkpoint: draw from `pick`, change the folder, return what the message must say
+
+
+def file_contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.iterdir()}
 
 
 def tensor_file(folder: Path, name: str) -> Path:
@@ -261,6 +266,42 @@ def uncomputed(folder, pick):
     return f"{name} = .* is not supported"
 
 
+def no_float_at_all(folder, pick):
+    """An integer that no float holds, and that JSON may still state."""
+    name = pick(st.sampled_from(stated(folder, ["rms_norm_eps", "vocab_size", "head_dim", "intermediate_size"])))
+    spoil_config(folder, {name: pick(st.sampled_from([10**400, -(10**400)]))})
+    return f"{name} = '-?10+' must be"
+
+
+def layer_types_of_no_text(folder, pick):
+    kinds = [[[], []], [{}, {}], ["full_attention", ["full_attention"]], [None, 1]]
+    spoil_config(folder, {"layer_types": pick(st.sampled_from(kinds))})
+    return "layer_types holds .*, not full or sliding attention"
+
+
+def save_as_padding(folder, pick, **changes):
+    """A good checkpoint whose Markov head, if there is one, is zero; then it is called padding."""
+    drafter = tiny_drafter(tiny_target(), draft_ids=KEPT, **changes)
+    if drafter.markov_head:
+        drafter.markov_head.markov_w2.weight.data.zero_()
+    checkpoint.save(drafter, folder, torch.float32, format=pick(st.sampled_from(["native", "speculators"])))
+    spoil_config(folder, {"markov_head_is_padding": True})
+
+
+def padding_without_a_head(folder, pick):
+    confidence = pick(st.booleans())
+    save_as_padding(folder, pick, markov_rank=0, confidence_head=confidence, confidence_head_with_markov=False)
+    return "markov_head_is_padding = True, but markov_rank = 0"
+
+
+def padding_that_is_a_head(folder, pick):
+    """Of a kind that has more tensors, or whose embedding the confidence head reads."""
+    kind = pick(st.sampled_from(["gated", "rnn", "vanilla"]))
+    save_as_padding(folder, pick, markov_head_type=kind, confidence_head=kind == "vanilla")
+    named = "confidence_head_with_markov = True" if kind == "vanilla" else f"markov_head_type = '{kind}'"
+    return f"markov_head_is_padding = True, but {named}"
+
+
 def wrong_mask(folder, pick):
     token = pick(st.one_of(st.just(EOS), st.integers(VOCAB, 10**6), st.integers(-(10**6), -1)))
     spoil_config(folder, {"mask_token_id": token})
@@ -411,12 +452,16 @@ FAULTS = {
     for fault in (
         missing_tensor, unexpected_tensor, twice_in_the_shards, other_place_than_the_index_says, wrong_shape,
         wrong_dtype, not_finite, truncated, broken_header, no_json, no_object, foreign_architecture, missing_key,
-        wrong_type, wrong_flag, wrong_number, enormous, wrong_rope, scaled_rope, uncomputed, wrong_mask,
+        wrong_type, wrong_flag, wrong_number, enormous, no_float_at_all, layer_types_of_no_text,
+        padding_without_a_head, padding_that_is_a_head, wrong_rope, scaled_rope, uncomputed, wrong_mask,
         mask_is_padding, d2t_out_of_range, d2t_not_rising, d2t_of_other_ids, other_target, layer_too_deep,
         layers_unsorted, no_layers, path_traversal, pickles, mask_pickle, no_weights, no_config, two_sets, empty_index,
     )
 }  # fmt: skip
-OF_BLOCKS = {wrong_flag, wrong_mask, mask_is_padding, layers_unsorted, no_layers}  # Eagle3 heads have no such keys
+OF_BLOCKS = {  # Eagle3 heads have no such keys
+    wrong_flag, wrong_mask, mask_is_padding, layers_unsorted, no_layers, layer_types_of_no_text, padding_without_a_head,
+    padding_that_is_a_head,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
@@ -428,11 +473,11 @@ def test_a_malformed_checkpoint_is_refused(toy, bases, fault, data):
         folder, out = Path(scratch) / "drafter", Path(scratch) / "out"
         shutil.copytree(bases / base, folder)
         message = fault(folder, data.draw)
-        before = {path: path.read_bytes() for path in folder.iterdir()}
+        before = file_contents(folder)
         with pytest.raises((ValueError, FileNotFoundError), match=message) as refusal:
             baselines.save(baselines.load(folder, toy), out)
         assert "\n" not in str(refusal.value) and "drafter" in str(refusal.value)
-        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        assert file_contents(folder) == before
         assert [path.name for path in Path(scratch).iterdir()] == ["drafter"]
     REFUSED[fault] += 1
 
@@ -502,3 +547,53 @@ def test_a_save_that_fails_leaves_nothing(toy, bases, tmp_path, monkeypatch):
         checkpoint.save(tiny_drafter(toy, seed=9), tmp_path / "drafter")
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
     assert (tmp_path / "drafter" / checkpoint.SINGLE).read_bytes() == before
+
+
+# where a swap takes two steps: old aside, new in its place, and the old one back to where the new one was
+
+
+@pytest.fixture
+def saved_with_notes(toy, bases, tmp_path, monkeypatch):
+    """(folder of a checkpoint with a file of somebody's own, whose kernel knows no swap; another drafter)."""
+    monkeypatch.setattr(checkpoint, "ctypes", SimpleNamespace(CDLL=lambda *_, **__: object()))
+    shutil.copytree(bases / "native", tmp_path / "drafter")
+    (tmp_path / "drafter" / "notes.txt").write_text("mine")
+    return tmp_path / "drafter", tiny_drafter(toy, seed=9)
+
+
+def stop_renaming(patch, at: int, once: bool) -> None:
+    """Rename number `at` fails, once, or with all after it, as where the process was killed there."""
+    rename, calls = Path.rename, iter(range(1, 100))
+
+    def stopped(path, target):
+        number = next(calls)
+        if number == at or (number > at and not once):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    patch.setattr(Path, "rename", stopped)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_rename_that_fails_leaves_the_old_checkpoint(saved_with_notes, at):
+    folder, other = saved_with_notes
+    before = file_contents(folder)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        stop_renaming(patch, at, once=True)
+        checkpoint.save(other, folder, torch.float32)
+    assert file_contents(folder) == before and [path.name for path in folder.parent.iterdir()] == ["drafter"]
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_kill_between_the_renames_blocks_no_later_save(toy, saved_with_notes, at):
+    folder, other = saved_with_notes
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        stop_renaming(patch, at, once=False)
+        checkpoint.save(other, folder, torch.float32)
+    assert folder.exists() == (at == 3) and (folder.parent / ".drafter.old").exists()  # nothing was lost
+    last = tiny_drafter(toy, seed=10)
+    for drafter in (other, last):
+        checkpoint.save(drafter, folder, torch.float32)
+    assert torch.equal(checkpoint.load(folder, toy).fc.weight, last.fc.weight)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.name for path in folder.parent.iterdir()] == ["drafter"]

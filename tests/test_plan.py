@@ -92,7 +92,7 @@ def test_a_real_trainers_memory_is_what_the_plan_says(target, tmp_path):
     config = TrainConfig(steps=1, micro_batches=1, row_tokens=512, anchors=64, heldout_every=10, save_every=10)
     source = LocalSource(target, [sample], tmp_path / "hidden")
     run = Trainer(new_drafter(shape, target, [sample], 0), target, source, [], config, tmp_path / "run")
-    _, (batch,) = next(micro_batches(source, config, 0))
+    _, (batch,) = next(micro_batches(source, run.config, 0))
     measured = saved_bytes(run, batch)
     said = activations(shape, 512, 64, dense=True)
     assert measured < said < 2 * measured
@@ -129,6 +129,7 @@ REFUSED = {
     ),
     "rows too long": ("h200x8", {"row_tokens": 400_000}, "a trainer takes .* of 141.0 GB"),
     "too many ranks": ("h200x8", {"trainers": 7}, "9 GPUs are needed and 8 are there: lower trainers"),
+    "too many beside it": ("kimi-k2.6", {"trainers": 9}, "9 GPUs are needed and 8 are there: lower trainers"),
 }
 
 
@@ -146,3 +147,21 @@ def test_more_gpus_and_shorter_requests_are_faster_and_roomier():
     assert wider.cached_tokens > narrow.cached_tokens
     slow = plan.plan(profile, dataclasses.replace(plan.H200, link=1e6))
     assert slow.bandwidth == pytest.approx(1e6 * profile.trainers)
+
+
+def test_bytes_are_those_of_the_profiles_dtype():
+    """Float32 doubles all but what is float32 in any case, and experts of 4 bits."""
+    narrow, wide = (plan.plan(replace(PROFILES["h200x8"], trainers=1, dtype=d)) for d in ("bfloat16", "float32"))
+    assert wide.verifier["target weights"] == 2 * narrow.verifier["target weights"]
+    for name in ("target's embedding and LM head", "activations", "hidden states of a step"):
+        assert wide.trainer[name] == 2 * narrow.trainer[name]
+    for name in ("drafter, float32", "gradients", "optimizers"):
+        assert wide.trainer[name] == narrow.trainer[name]
+    assert wide.bandwidth / wide.rate == pytest.approx(2 * narrow.bandwidth / narrow.rate)
+    cpu = [plan.plan(replace(PROFILES["cpu"], dtype=d)).cached_tokens for d in ("bfloat16", "float32")]
+    assert cpu[0] // 2 == cpu[1]
+    narrow, wide = (plan.plan(replace(PROFILES["kimi-k2.6"], dtype=d)) for d in ("bfloat16", "float32"))
+    experts = 60 * 384 * 3 * 7168 * 2048 * (0.5 + 2 / 32) / 8  # of each GPU
+    assert wide.verifier["target weights"] == pytest.approx(2 * narrow.verifier["target weights"] - experts)
+    with pytest.raises(ValueError, match="dtype = 'float16': choose one of bfloat16, float32"):
+        plan.plan(replace(PROFILES["cpu"], dtype="float16"))

@@ -33,6 +33,7 @@ def row(drafter, benchmark, n, speedup=1.0, half=0.0, accept=(), **other):
         "seed": 0,
         "dtype": "bfloat16",
         "prompts": 32,
+        "steps": 100,
         "tau": 1 + sum(accept),
         **{f"accept_pos_{k}": accept[k - 1] if k <= len(accept) else np.nan for k in range(1, 9)},
         "speedup": speedup,
@@ -83,7 +84,7 @@ def test_speedup_is_the_unweighted_mean_with_a_band_of_independent_benchmarks(ta
     axes = plot.figure.axes[0]
     assert_allclose(drawn_line(axes, "dspark"), [[3, 7], [1.75, 1.9]])
     assert_allclose(drawn_line(axes, "autoregressive")[1], 1)
-    assert {"1.75×", "1.90×", "1.00×", "0.90×", "Speedup\n(mean of 2 own sets)"} <= set(texts(plot.figure))
+    assert {"1.75× → 1.90×", "1.00× → 0.90×", "Speedup\n(mean of 2 own sets)"} <= set(texts(plot.figure))
     assert "independent" in plot.how["error_bars"] and "own-aime 32" in plot.caption
     top = max(axes.get_ylim())
     assert all(t.get_position()[1] < top for t in axes.texts), "a value is written outside the axes"
@@ -145,7 +146,7 @@ def test_accepted_length_is_the_mean_of_the_benchmarks(table):
     data = plot.data.set_index(["drafter", "n"])["tau"]
     assert_allclose(data.loc["dspark"], [(2.8 + 2.0) / 2, (3.5 + 2.1) / 2])
     assert_allclose(data.loc["prompt-lookup"], [1.15, 1.15])
-    assert {"2.40", "2.80"} <= set(texts(plot.figure))
+    assert "2.40 → 2.80" in texts(plot.figure)
 
 
 def test_acceptance_by_position_conditional_is_the_ratio_of_prefix_acceptances(table):
@@ -159,6 +160,10 @@ def test_acceptance_by_position_conditional_is_the_ratio_of_prefix_acceptances(t
     assert_allclose(data.loc["prompt-lookup", "unconditional"], [0.15, 0, 0])
     assert_allclose(data.loc["prompt-lookup", "conditional"], [0.15, 0, np.nan])
     assert np.isnan(drawn_line(plot.figure.axes[1], "prompt-lookup")[1][2])
+    assert data.loc["dspark", "reached"].tolist() == [200, 140, 90]
+    few = plots.acceptance_by_position(table.assign(steps=40), 3).data.set_index(["drafter", "position"])
+    assert_allclose(few.loc["dspark", "conditional"], [0.7, 0.45 / 0.7, 0.25 / 0.45])  # 36 steps reached position 3
+    assert_allclose(few.loc["prompt-lookup", "conditional"], [0.15, np.nan, np.nan])  # 12 steps reached position 2
 
 
 def test_benchmark_bars_draw_the_table(table):
@@ -195,19 +200,20 @@ def test_a_line_breaks_at_an_n_that_only_another_drafter_has(table):
 
 
 @pytest.mark.parametrize("spacing", [0.0, 0.01, 0.1, 0.4])
-def test_written_values_never_cover_each_other_or_a_marked_point(spacing):
+def test_written_values_never_cover_each_other_or_a_point(spacing):
     drafters = [d for d in plots.DRAFTER_STYLE if d != "autoregressive"]
     rows = [row(d, "own-aime", n, 1 + i * spacing + n / 5) for i, d in enumerate(drafters) for n in range(1, 9)]
     figure = plots.speedup_vs_n(pd.DataFrame(rows)).figure
     figure.draw_without_rendering()
     axes = figure.axes[0]
     boxes = [text.get_window_extent().padded(-1) for text in axes.texts]  # the box is taller than its digits
-    assert len(boxes) == 2 * len(drafters)
+    assert len(boxes) == len(drafters) + 1  # and what n they are of
     assert all(box.count_overlaps(boxes) == 1 for box in boxes), "two values overlap"
-    points = axes.transData.transform([(n, 1 + i * spacing + n / 5) for i in range(len(drafters)) for n in (3, 7)])
+    cells = [(n, 1 + i * spacing + n / 5) for i in range(len(drafters)) for n in range(1, 9)]
+    points = axes.transData.transform(cells)
     assert not any(box.contains(*point) for box in boxes for point in points), "a value covers a point"
     inside = axes.get_window_extent()
-    assert all(inside.y0 < box.y0 and box.y1 < inside.y1 for box in boxes)
+    assert all(inside.y0 < box.y0 and box.y1 < inside.y1 and box.x1 < figure.bbox.x1 for box in boxes)
 
 
 FIGURES = [
@@ -386,9 +392,12 @@ def test_learning_curves_draw_each_part_of_a_training(tmp_path):
     table = tables.held_out(folders)
     assert table.groupby("drafter").size().to_dict() == {"dspark": 4, "dflash": 4}
     axes = plots.learning_curves(table).figure.axes
-    drawn = [[(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in ax.lines] for ax in axes]
+    curves = [[line for line in ax.lines if line.get_label() != "other prompts"] for ax in axes]
+    drawn = [[(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in lines] for lines in curves]
     assert drawn == [
         [([1.0], [1.2]), ([3.0], [1.4]), ([1.0, 2.0], [1.5, 1.7])],
         [([1.0], [1.3]), ([3.0], [1.5]), ([1.0, 2.0], [1.6, 1.8])],
     ]
+    starts = [[line.get_xdata()[0] for line in ax.lines if line.get_label() == "other prompts"] for ax in axes]
+    assert starts == [[3.0], [3.0]]  # of the second part
     assert tables.held_out({"dspark": str(tmp_path)}).empty

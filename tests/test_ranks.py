@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from test_train import log_of
 
+from dspark import UserError, ranks
 from dspark.paths import ROOT
 
 
@@ -48,7 +50,33 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-def test_two_ranks_give_one_processes_gradients(folder):
+def same_step(one: Path, two: Path, begun: dict[str, torch.Tensor]) -> None:
+    """Assert that two checkpoints of a first step, from the weights `begun`, hold the same optimiser states and update.
+
+    States agree to float32's rounding. Muon orthogonalises in bfloat16 and, over ranks, sums norms and products in it:
+    directions in which a gradient has little more than rounding errors come out differently. In a simulation of these
+    shapes that was 0.03 of the update where there were none and 0.3 where most were such; ranks that each
+    orthogonalised their own share were off by 0.5 to 0.8, but for one case. AdamW's first step is the gradient's sign,
+    which may turn where that is all rounding error.
+    """
+    states = [torch.load(step / "optimizers.pt", weights_only=True) for step in (one, two)]
+    for mine, theirs in zip(*states, strict=True):
+        assert mine["state"] and mine["state"].keys() == theirs["state"].keys()
+        for index, state in mine["state"].items():
+            for name, value in state.items():
+                torch.testing.assert_close(theirs["state"][index][name], value, rtol=1e-4, atol=2e-7)
+    mine, theirs = (load_file(step / "trained.safetensors") for step in (one, two))
+    assert mine.keys() == theirs.keys() == begun.keys()
+    matrices = {name for name, weight in begun.items() if name.startswith(("fc.", "layers.")) and weight.ndim == 2}
+    for names, tolerance in ((matrices, 0.4), (begun.keys() - matrices, 0.2)):
+        update, difference = (
+            torch.cat([(theirs[name] - weights[name]).flatten() for name in sorted(names)]).norm()
+            for weights in (begun, mine)
+        )
+        assert update > 0 and difference < tolerance * update, (float(difference), float(update))
+
+
+def test_two_ranks_give_one_processes_gradients_and_make_its_step(folder):
     """Pitfall 24: the loss is normalised over the micro-batches of all ranks, however unevenly they lie."""
     two_ranks(folder, "gradients")
     for micro_batches in (1, 3, 4):
@@ -61,6 +89,9 @@ def test_two_ranks_give_one_processes_gradients(folder):
         assert {k: float(v) for k, v in theirs.items()} == pytest.approx(
             {k: float(v) for k, v in mine.items()}, abs=2e-4
         )
+        begun = ranks_job.build(folder / f"begun-{micro_batches}", micro_batches, steps=1).drafter
+        begun = {name: weight.detach() for name, weight in begun.named_parameters() if weight.requires_grad}
+        same_step(*(folder / f"run-{k}-{micro_batches}" / "step-000001" for k in (1, 2)), begun)
 
 
 def test_a_killed_rank_stops_all_and_they_resume_as_if_nothing_had_been(folder):
@@ -87,3 +118,48 @@ def test_a_rank_keeps_its_share_of_weights_and_optimizer_state(folder):
     shares = [torch.load(folder / f"bytes-shares-{rank}.pt", weights_only=True) for rank in range(2)]
     for whole, *parts in zip(ranks_job.bytes_at_rest(alone), *shares, strict=True):
         assert sum(parts) == whole and max(parts) < 0.6 * whole
+
+
+def test_a_gpu_that_is_promised_and_not_there_is_an_error(monkeypatch):
+    """Never a training on the CPU without a word; who hides all GPUs wants just that."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES = '4,5', but torch sees no GPU"):
+        ranks.start()
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert ranks.start() == (0, 1, "cpu")
+
+
+def test_a_rank_ends_with_its_torchrun(tmp_path):
+    """Torchrun, killed, cannot end its ranks, which it put into sessions of their own."""
+    script, alive = tmp_path / "rank.py", tmp_path / "alive"
+    script.write_text(
+        "import os, pathlib, time\nfrom dspark import ranks\nranks.start()\n"
+        f"pathlib.Path({str(alive)!r}).write_text(str(os.getpid()))\ntime.sleep(90)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)]
+    agent = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    try:
+        until(lambda: alive.exists() and alive.read_text(), 80)
+        pid = int(alive.read_text())
+        assert runs(pid)
+    finally:
+        agent.kill()
+        agent.wait()
+    until(lambda: not runs(pid), 20)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there, and not only as a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(reached, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.1)

@@ -1,5 +1,8 @@
 """Calibration and scheduling: numbers worked out by hand, and the paper's example of a search that is not lossless."""
 
+import json
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -88,6 +91,33 @@ def test_temperatures_lie_beside_the_checkpoint(tmp_path):
     assert schedule.load_temperatures(tmp_path, 2).tolist() == [1.5, 0.7]
     with pytest.raises(ValueError, match="holds 3 temperatures, want 4"):
         schedule.load_temperatures(tmp_path, 4)
+
+
+BAD_CALIBRATIONS = {
+    "no JSON": ("{", "is damaged: calibration.json is no JSON"),
+    "no object": ("1", "is damaged: calibration.json holds no JSON object"),
+    "a list": ("[1.0, 2.0]", "is damaged: calibration.json holds no JSON object"),
+    "no temperatures": ("{}", "/calibration.json: temperatures = 'None' must be a list of numbers"),
+    "a number": ({"temperatures": 1.5}, "/calibration.json: temperatures = '1.5' must be a list of numbers"),
+    "nested": ({"temperatures": [[1.0], [2.0]]}, "/calibration.json holds the temperature '[1.0]'"),
+    "text": ({"temperatures": ["1.0", 2.0]}, "/calibration.json holds the temperature '1.0'"),
+    "a flag": ({"temperatures": [True, 2.0]}, "/calibration.json holds the temperature 'True'"),
+    "infinite": ({"temperatures": [1.0, float("inf")]}, "/calibration.json holds the temperature 'inf'"),
+    "NaN": ({"temperatures": [float("nan"), 1.0]}, "/calibration.json holds the temperature 'nan'"),
+    "zero": ({"temperatures": [1.0, 0]}, "/calibration.json holds the temperature '0'"),
+    "no float": ({"temperatures": [10**400, 1.0]}, "/calibration.json holds the temperature '1000"),
+    "too few": ({"temperatures": [1.0]}, "/calibration.json holds 1 temperatures, want 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content, message", BAD_CALIBRATIONS.values(), ids=BAD_CALIBRATIONS)
+def test_a_calibration_that_is_none_is_named(tmp_path, content, message):
+    """The file comes with a checkpoint, which may be anybody's."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / schedule.CALIBRATION).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
+        schedule.load_temperatures(tmp_path, 2)
+    assert tmp_path.name in str(refusal.value)
 
 
 def test_fit_refuses_what_is_no_block():

@@ -32,6 +32,24 @@ def test_every_trial_changes_what_it_says():
         assert (shape == base and config == training) == (name == "base"), name
 
 
+def test_no_trial_trains_on_longer_blocks_than_its_shape_drafts(data, tmp_path, monkeypatch):
+    trained = []
+
+    def trial(shape, training, data, folder):
+        folder.mkdir(parents=True)
+        trained.append(training.block_sizes)
+        return {"tau_n3": 1.0}
+
+    monkeypatch.setattr(search, "trial", trial)
+    monkeypatch.setattr(search, "cache_dir", lambda: tmp_path)
+    names = ["base", "whole blocks only"]
+    for preset in ("smollm2-135m", "qwen3-0.6b"):
+        search.main(["--preset", preset, "--data", str(data[0]), "--out", str(tmp_path / preset), "--trials", *names])
+    assert trained == [(3, 5, 7, 8), (8,), (3, 5, 7), (7,)]  # the default's as ever: they are part of a run's name
+    assert pd.read_csv(tmp_path / "qwen3-0.6b" / "trials.csv").changed.tolist() == ["{}", '{"block_sizes": [7]}']
+    assert search.block_sizes(PRESETS["smollm2-135m"].replace(block_size=2)) == (2,)
+
+
 def test_a_search_goes_on_where_it_stopped(data, tmp_path, monkeypatch):
     base = PRESETS["smollm2-135m"].replace(draft_vocab_size=64, intermediate_size=32)
     first = search.search(base, QUICK, ["base"], data, tmp_path / "out")

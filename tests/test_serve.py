@@ -1,28 +1,32 @@
 """Command lines that vLLM's own parser takes, and processes that never outlive their purpose."""
 
+import functools
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from verifier import free_ports
 
-from dspark import notebooks, serve
+from dspark import notebooks, serve, vllm_engine
 from dspark.__main__ import parser
 from dspark.config import PRESETS
 from dspark.evaluate import SweepConfig
 from dspark.paths import ROOT
 from dspark.serve import PROFILES, Command, Fleet, trainer_command, verifier_command
+from dspark.stream import Verifier
 from dspark.vllm_engine import server_command
 
 ENDPOINTS = ["tcp://127.0.0.1:29600", "tcp://127.0.0.1:29601"]
 DRAFTING = {"method": "dspark", "model": "novita/kimi-k2.7-code-dspark", "num_speculative_tokens": 5}
-RELEASE = verifier_command(PROFILES["kimi-k2.7-code"], [], trust_remote_code=True, drafting=DRAFTING)
 PARSE = """
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -39,6 +43,16 @@ for argv in json.load(sys.stdin):
     row["connector"] = kv and [kv.kv_connector, kv.kv_connector_module_path, kv.kv_role, kv.kv_connector_extra_config]
     print("PARSED", json.dumps(row))
 """
+
+
+@pytest.fixture(autouse=True)
+def every_gpu(monkeypatch):
+    """As where nobody has said which GPUs to use."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def release() -> Command:
+    return verifier_command(PROFILES["kimi-k2.7-code"], [], trust_remote_code=True, drafting=DRAFTING)
 
 
 def parsed(commands: list[Command]) -> list[dict]:
@@ -79,7 +93,7 @@ def test_vllms_own_parser_takes_the_sweeps_of_the_gpu_profiles(tmp_path):
 
 def test_vllms_own_parser_takes_every_profiles_command():
     commands = [verifier_command(profile, ENDPOINTS, trust_remote_code=True) for profile in PROFILES.values()]
-    *rows, release = parsed([*commands, RELEASE])
+    *rows, released = parsed([*commands, release()])
     assert len(rows) == len(PROFILES) == 4
     for profile, row in zip(PROFILES.values(), rows, strict=True):
         shape = PRESETS[profile.preset]
@@ -93,8 +107,8 @@ def test_vllms_own_parser_takes_every_profiles_command():
         assert row["connector"] == ["HiddenStateConnector", "dspark.connector", "kv_producer", options]
         assert row["enforce_eager"] is (profile.gpus == 0)
         assert (row["fuse_allreduce_rms"] is False) == (profile.gpus > 0)
-    assert release["speculative_config"] == DRAFTING and release["connector"] is None
-    for kimi in (rows[list(PROFILES).index("kimi-k2.6")], release):
+    assert released["speculative_config"] == DRAFTING and released["connector"] is None
+    for kimi in (rows[list(PROFILES).index("kimi-k2.6")], released):
         assert (kimi["tensor_parallel_size"], kimi["max_model_len"], kimi["trust_remote_code"]) == (8, 20000, True)
         assert kimi["fuse_allreduce_rms"] is False
 
@@ -122,7 +136,7 @@ def test_the_release_is_served_with_its_drafter_by_name(capsys):
     ]
     assert serve.main(argv) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line == str(RELEASE) and "kv-transfer" not in line
+    assert line == str(release()) and "kv-transfer" not in line
 
 
 def test_a_drafter_in_a_folder_is_served_by_its_own_method(capsys):
@@ -142,6 +156,22 @@ def test_gpus_are_split_or_shared():
     assert visible(verifier_command(shared, ENDPOINTS)) == "0,1,2,3,4,5,6,7"
     assert visible(trainer_command(shared, "http://x", "127.0.0.1", 29600, [])) == "0,1,2,3,4,5,6,7"
     assert visible(verifier_command(PROFILES["cpu"], ENDPOINTS)) is None
+
+
+def test_gpus_are_those_that_the_caller_may_use(monkeypatch, capsys):
+    """In the caller's order; trainers alone on a machine begin with its first; too few are an error, where wanted."""
+    hosts = ["--profile", "h200x8", "--dry-run"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,8,7,6,5,4,3,2")
+    assert serve.main(hosts) == 0
+    verifier, trainer = capsys.readouterr().out.splitlines()
+    assert "CUDA_VISIBLE_DEVICES=9,8 " in verifier and "CUDA_VISIBLE_DEVICES=7,6,5,4,3,2 " in trainer
+    assert serve.main([*hosts, "--only", "trainer"]) == 0
+    assert "CUDA_VISIBLE_DEVICES=9,8,7,6,5,4 " in capsys.readouterr().out
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
+    assert serve.main([*hosts, "--only", "verifier"]) == 0
+    assert "CUDA_VISIBLE_DEVICES=3,2 " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES = '3,2' names 2 GPUs, the profile wants 8: name more"):
+        serve.main(hosts)
 
 
 def test_the_trainers_command_is_one_that_train_takes(monkeypatch):
@@ -317,3 +347,63 @@ def test_a_failed_trainer_ends_all_with_a_word(tmp_path, monkeypatch, capfd):
 def test_wrong_profiles_are_refused():
     with pytest.raises(TypeError, match="tensor_paralel"):
         replace(PROFILES["cpu"], tensor_paralel=2)
+
+
+def test_a_proxy_of_the_environment_is_not_asked(tmp_path, monkeypatch):
+    """Health, prompts and counters go straight to the server; the proxy is a port at which nobody listens."""
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+            metrics = {"time_to_first_token_ms": 1.0, "mean_itl_ms": 1.0}
+            self.wfile.write(json.dumps({"choices": [{"token_ids": [7]}], "metrics": metrics}).encode())
+
+        def log_message(self, *_):
+            pass
+
+    (closed,) = free_ports(1)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # urlopen keeps the proxies of its first call
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server, Fleet(tmp_path, quiet=True) as fleet:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        fleet.start("verifier", Command(["sleep", "60"], {}))
+        fleet.wait_healthy("verifier", url, 3)
+        assert Verifier(url, "tiny").post("/v1/completions", prompt=[1])["choices"] == [{"token_ids": [7]}]
+        assert vllm_engine.counters(url)["drafts"] == 0
+        assert vllm_engine.ask(url, SweepConfig("test", engine="vllm"), [1], [2])[0].tokens == [7]
+        server.shutdown()
+
+
+def test_a_trainer_that_dies_while_the_verifier_starts_again_is_noticed(tmp_path, monkeypatch):
+    """The new verifier never becomes healthy: without the look at the trainer, that would be waited for."""
+    monkeypatch.setattr(Fleet, "wait_healthy", functools.partialmethod(Fleet.wait_healthy, seconds=5.0))
+    again, (closed,) = tmp_path / "again", free_ports(1)
+    trainer = f"import os, time\nwhile not os.path.exists({str(again)!r}): time.sleep(0.01)\nraise SystemExit(7)"
+    with Fleet(tmp_path, quiet=True) as fleet:
+        fleet.start("verifier", Command(["true"], {})).wait()
+        fleet.start("trainer", python(trainer))
+        verifier = python(f"import time; open({str(again)!r}, 'w').close(); time.sleep(60)")
+        assert fleet.wait("trainer", "verifier", verifier, f"http://127.0.0.1:{closed}") == 7
+
+
+@pytest.mark.parametrize("grace, seconds, code", [(0.0, 60.0, -signal.SIGKILL), (30.0, 0.1, 5)])
+def test_a_command_says_how_long_its_end_may_take(tmp_path, grace, seconds, code):
+    """torchrun wants up to 30 s for its ranks; killed before, it would leave them."""
+    ends = f"def end(*_):\n    time.sleep({seconds})\n    sys.exit(5)\n"
+    command = python(f"import signal, sys, time\n{ends}signal.signal(15, end)\nprint('up')\ntime.sleep(60)")
+    with Fleet(tmp_path, quiet=True) as fleet:
+        process = fleet.start("slow", command._replace(grace=grace))
+        while not fleet.last_lines["slow"]:
+            time.sleep(0.01)
+        fleet.stop("slow")
+        assert process.returncode == code
+    assert trainer_command(PROFILES["cpu"], "http://x", "127.0.0.1", 29600, []).grace > 30

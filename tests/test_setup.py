@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from dspark import UserError, notebooks, setup
-from dspark.__main__ import MODULES, PYTHONS, check_python, main, parser
+from dspark.__main__ import MODULES, PYTHONS, check_python, main, parser, run_tests
 from dspark.paths import ROOT
 
 PINS = {"torch": "2.13.0", "vllm": "0.32.0", "pytest": "1.2.3", "no-such-package": "1.0"}
@@ -335,3 +335,11 @@ def test_help_lists_profiles_and_notebooks(story, capsys):
         main(["run", "--help"])
     text = capsys.readouterr().out
     assert "profiles: small" in text and "01  A title" in text and "--set NAME=VALUE" in text
+
+
+@pytest.mark.parametrize("codes", [(0, -11), (0, 1), (1, 0)])
+def test_a_test_run_that_fails_or_is_killed_is_no_success(codes, monkeypatch):
+    """-11: pytest ended by a segmentation fault, after ruff had nothing to say."""
+    left = iter(codes)
+    monkeypatch.setattr("subprocess.run", lambda *args, **options: subprocess.CompletedProcess(args, next(left)))
+    assert run_tests([]) == 1

@@ -1,5 +1,6 @@
 """Streaming from a real vLLM serving the real model: every row right, in the trainer's order, once; faults named."""
 
+import argparse
 import copy
 import json
 import os
@@ -16,16 +17,18 @@ import urllib.request
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import zmq
 from scipy.stats import chisquare
 from test_train import log_of
+from tiny import HIDDEN, tiny_target
 from transformers import AutoModelForCausalLM
 from verifier import PROFILE, free_ports, running
 
-from dspark import checkpoint, train
+from dspark import checkpoint, ranks, serve, stream, train
 from dspark.anchors import micro_batches
 from dspark.config import PRESETS
 from dspark.data import Sample
@@ -36,7 +39,7 @@ from dspark.serve import trainer_command
 from dspark.stream import Away, SampleCache, StreamSource, Verifier
 from dspark.target import embedded_target
 from dspark.train import TrainConfig
-from dspark.wire import WireSample, encode
+from dspark.wire import WireSample, _digest, encode, frame_limit
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * k for k in (1, 4, 9, 18)]
 TEXTS += ["Once", "def add(a, b):\n    return a + b\n", TEXTS[3] + "But why?"]
@@ -318,6 +321,105 @@ def test_trainers_that_vanish_leave_nothing_that_the_next_would_train_on(target,
     row = last.row([3, 1])
     assert torch.equal(row.tokens, torch.cat([samples[i].token_ids for i in (3, 1)]))
     assert last.counts["received"] == 3 and last.counts["damaged"] == 0
+
+
+class Nearby(Verifier):
+    """A verifier in this process, which answers every request at once; what then arrives is `send(sample)`'s affair."""
+
+    def __init__(self, send=None):
+        super().__init__("http://nearby", "tiny")
+        self.send = send
+
+    def post(self, path, **body):
+        ids = torch.tensor(body["prompt"], dtype=torch.int32)
+        self.send(zeros(body["kv_transfer_params"]["sample_id"], ids))
+        return {"kv_transfer_params": {"sent": len(ids)}}
+
+
+def zeros(sample_id: str, ids: torch.Tensor) -> WireSample:
+    return WireSample(sample_id, "nearby", "tiny", (1, 3, 4), ids, torch.zeros(len(ids), 3, HIDDEN))
+
+
+def test_what_no_sample_can_be_neither_arrives_nor_stops_the_receiver():
+    """A header nested beyond the parser's depth is refused, a frame longer than the longest sample's not even taken in;
+    its sender is disconnected. A good sample of another peer arrives afterwards."""
+    samples, context = [Sample(torch.arange(3, 15), torch.arange(12) >= 3)], zmq.Context.instance()
+    with context.socket(zmq.PUSH) as stranger, context.socket(zmq.PUSH) as push:
+        streamed = StreamSource(
+            tiny_target(), samples, Nearby(lambda sample: push.send_multipart(encode(sample))), "tcp://127.0.0.1:*"
+        )
+        for socket_ in (stranger, push):
+            socket_.set(zmq.LINGER, 0)
+            socket_.connect(streamed.endpoint)
+        streamed._trusted.add("nearby")  # there is no model behind it to compare
+        began = time.monotonic()
+        nested = [b"[" * 50_000, b"1234", b"12"]
+        stranger.send_multipart([*nested, _digest(nested)])
+        until(lambda: streamed.counts["damaged"], 10)
+        disconnected = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        large = zeros("f" * 16, torch.ones(1000, dtype=torch.int32))
+        assert large.states.nbytes > frame_limit(12, 3, HIDDEN)
+        stranger.send_multipart(encode(large))
+        assert disconnected.poll(10_000)
+        stranger.disable_monitor()
+        disconnected.close(0)
+        row = streamed.row([0])
+        assert torch.equal(row.tokens, samples[0].token_ids) and not row.features.any()
+        wanted = {"received": 1, "damaged": 1, "unasked": 0, "retried": 0}
+        assert streamed.counts == streamed.counts | wanted and streamed._heard >= began
+        streamed.close()
+
+
+def test_samples_that_wait_for_each_other_on_a_slow_link_are_not_asked_for_again(monkeypatch):
+    """One in 20 seconds: the third arrives 60 seconds after its answer. Only after as many of silence as ARRIVAL says
+    are states taken for lost."""
+    streamed, now = StreamSource(tiny_target(), [], Nearby(), None, in_flight=0), [1000.0]
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Arrival:
+        """A Future by the test's clock: done at `at`; meanwhile samples of other requests come."""
+
+        def __init__(self, at: float, others: tuple[float, ...]):
+            self.at, self.others = at, others
+
+        def result(self, timeout: float) -> str:
+            now[0] = min(self.at, now[0] + timeout)
+            streamed._heard = max([other for other in self.others if other <= now[0]], default=streamed._heard)
+            if now[0] < self.at:
+                raise TimeoutError
+            return "the sample"
+
+    assert streamed._arrived(Arrival(1060.0, (1020.0, 1040.0))) == "the sample"
+    with pytest.raises(TimeoutError):
+        streamed._arrived(Arrival(1200.0, (1080.0,)))
+    assert now[0] == 1080.0 + stream.ARRIVAL
+
+
+def opened(monkeypatch, folder: Path, *argv: str) -> dict:
+    """The options with which open_source makes a source for this command line, its cache below `folder`."""
+    parser = argparse.ArgumentParser()
+    stream.add_arguments(parser)
+    monkeypatch.setattr(stream, "StreamSource", lambda *_, **options: options)
+    monkeypatch.setattr(stream, "cache_dir", lambda: folder)
+    options = vars(parser.parse_args(["--verifier", "http://nearby", *argv]))
+    return stream.open_source(options, tiny_target(), [Sample(torch.arange(5), torch.arange(5) >= 2)])
+
+
+def test_responses_of_another_temperature_are_cached_elsewhere(monkeypatch, tmp_path):
+    """Given texts are the same at any; of responses the length counts too."""
+
+    def folder(*argv: str) -> Path:
+        return opened(monkeypatch, tmp_path, "--cache", "1", *argv)["cache"].folder
+
+    greedy, warm = folder("--on-policy", "8"), folder("--on-policy", "8", "--temperature", "0.8")
+    assert len({greedy, warm, folder("--on-policy", "9"), folder()}) == 4
+    assert warm == folder("--on-policy", "8", "--temperature", "0.8") and folder() == folder("--temperature", "0.8")
+
+
+def test_trainers_wait_longer_than_a_verifier_may_take_to_start_again(monkeypatch, tmp_path):
+    """And not so long that the other ranks give up theirs; the command line has the last word."""
+    assert serve.STARTUP < opened(monkeypatch, tmp_path)["patience"] < ranks.PATIENCE.total_seconds()
+    assert opened(monkeypatch, tmp_path, "--patience", "5")["patience"] == 5.0
 
 
 def test_a_verifier_that_stays_away_is_said_to(target, samples):

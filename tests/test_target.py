@@ -1,7 +1,10 @@
 """The target's own forward pass against transformers': real weights, every family, every tap, cache and ragged rows."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import tiny_model, tiny_target
 from transformers import (
     AutoModelForCausalLM,
@@ -31,6 +34,7 @@ from transformers import (
 from dspark.config import PRESETS
 from dspark.decode import answer
 from dspark.target import EMBEDDED, Target, embedded_target
+from dspark.target_ends import TargetEnds
 from dspark.transformers_target import TransformersTarget
 
 SHAPE = {
@@ -211,6 +215,42 @@ def test_stop_token_of_the_model_config_where_generation_names_none():
     model = random_model(*FAMILIES["llama"])
     model.generation_config.eos_token_id = None
     assert Target(model, None, "toy").eos_token_ids == {2}
+
+
+# ---- the two ends alone
+
+ENDS = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}  # what a config must state
+
+
+def ends_of(folder, config: dict, generation: dict | None = None) -> TargetEnds:
+    """The ends of a target of eight tokens with these JSON files, whose config keeps the language model's apart."""
+    shapes = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,), "lm_head.weight": (8, 4)}
+    if not (folder / "model.safetensors").exists():
+        save_file({name: torch.ones(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "of its own", "text_config": config}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return TargetEnds(str(folder), torch.float32)
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": None, "temperature": 0.6}])
+def test_ends_do_without_what_a_target_does_without(tmp_path, generation):
+    """No stop token anywhere, no limit of positions; then the config's stop token."""
+    ends = ends_of(tmp_path, ENDS, generation)
+    assert (ends.eos_token_ids, ends.max_position_embeddings) == (frozenset(), 2**20)
+    stated = ends_of(tmp_path, ENDS | {"eos_token_id": 7, "max_position_embeddings": 64}, generation)
+    assert (stated.eos_token_ids, stated.max_position_embeddings) == ({7}, 64)
+
+
+def test_the_generation_configs_stop_tokens_come_first(tmp_path):
+    assert ends_of(tmp_path, ENDS | {"eos_token_id": 7}, {"eos_token_id": [3, 4]}).eos_token_ids == {3, 4}
+
+
+@pytest.mark.parametrize("key", ENDS)
+def test_a_key_that_the_ends_need_is_named(tmp_path, key):
+    for without in ({name: value for name, value in ENDS.items() if name != key}, ENDS | {key: None}):
+        with pytest.raises(ValueError, match=f"config.json lacks {key}: its ends cannot be told"):
+            ends_of(tmp_path, without)
 
 
 # ---- the embedded real model

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny import VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
+from safetensors.torch import load_file, save_file
+from tiny import HIDDEN, VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
 
 from dspark import checkpoint, train
 from dspark.anchors import micro_batches, sample_anchors, supervision
+from dspark.config import PRESETS
 from dspark.data import Sample
 from dspark.decode import answer
 from dspark.losses import position_weights
@@ -282,6 +283,34 @@ def test_log_pools_over_micro_batches(lively, samples, tmp_path):
     assert (
         float(row["greedy_acceptance"]) == pytest.approx(hits / tokens, abs=1e-4) and int(row["draft_tokens"]) == tokens
     )
+    assert float(row["coverage"]) == 1  # of the whole vocabulary
+
+
+def test_a_token_outside_the_draft_vocabulary_is_never_accepted(lively, samples, tmp_path, monkeypatch):
+    """A draft that equals the target's best of the kept ids at every slot: decoding would still reject it wherever the
+    target says another token, and the log counts it so."""
+    loss = train.acceptance_loss
+
+    def agreeing(*args):
+        terms = loss(*args)
+        return terms._replace(greedy=torch.ones_like(terms.greedy))
+
+    monkeypatch.setattr(train, "acceptance_loss", agreeing)
+    once = TrainConfig(**{**vars(QUICK), "steps": 1})
+    run = trainer(lively, samples, tmp_path / "run", once, draft_vocab_size=12)
+    _, batch = next(micro_batches(run.source, run.config, 0))
+    run.run()
+    (row,) = log_of(tmp_path / "run")
+    known = [run.drafter.t2d[micro.labels] for micro in batch]
+    hits = sum(int((k & micro.supervised).sum()) for k, micro in zip(known, batch, strict=True))
+    tokens = sum(int(micro.supervised.sum()) for micro in batch)
+    assert 0 < hits < tokens
+    for column in ("greedy_acceptance", "coverage"):
+        assert float(row[column]) == pytest.approx(hits / tokens, abs=1e-4), column
+    whole = [k[micro.supervised.all(1)] for k, micro in zip(known, batch, strict=True)]
+    lengths = [length for k in whole for length in (1 + k.int().cumprod(1).sum(1)).tolist()]
+    assert 1 < sum(lengths) / len(lengths) < 1 + max(QUICK.block_sizes)
+    assert float(row["tau_teacher"]) == pytest.approx(sum(lengths) / len(lengths), abs=1e-4)
 
 
 # ---- checkpoints and resumption (pitfalls 63, 64)
@@ -326,6 +355,62 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(lively, samples, straight, t
     assert log_of(tmp_path / "run") == log_of(straight)
     mine, theirs = final_weights(tmp_path / "run"), final_weights(straight)
     assert set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_starts_its_logs_anew(lively, samples, straight, tmp_path):
+    stop_at(trainer(lively, samples, tmp_path / "run"), 3)
+    assert [row["step"] for row in log_of(tmp_path / "run")] == ["1", "2", "3"]
+    (tmp_path / "run" / "heldout.csv").write_text("step,tau_n3\n2,1.5\n")
+    trainer(lively, samples, tmp_path / "run").run()
+    assert log_of(tmp_path / "run") == log_of(straight)  # every step once
+    assert not (tmp_path / "run" / "heldout.csv").exists()  # nothing was held out here
+
+
+def test_seconds_waited_are_counted_on(lively, samples, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "step-000020")
+    path = tmp_path / "run" / "step-000010" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"waited": 1000.0}))
+    trainer(lively, samples, tmp_path / "run").run()
+    with (tmp_path / "run" / "log.csv").open() as file:
+        waited = [float(row["waited"]) for row in csv.DictReader(file)]
+    assert max(waited[:10]) < 1000 <= min(waited[10:])
+    assert json.loads((tmp_path / "run" / "step-000020" / "state.json").read_text())["waited"] >= 1000
+
+
+def test_a_run_of_an_older_version_is_resumed(lively, samples, straight, tmp_path):
+    """It did not keep what it waited, began with and read, and its log has no coverage."""
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "step-000020")
+    path = tmp_path / "run" / "step-000010" / "state.json"
+    state = json.loads(path.read_text())
+    del state["waited"], state["config"]["init"], state["config"]["data"]
+    path.write_text(json.dumps(state))
+    with (tmp_path / "run" / "log.csv").open() as file:
+        rows = [{k: v for k, v in row.items() if k != "coverage"} for row in csv.DictReader(file)]
+    with (tmp_path / "run" / "log.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    run = trainer(lively, samples, tmp_path / "run")
+    assert (run.step, run.waited) == (10, 0.0)
+    run.run()
+    wanted = [{k: v for k, v in row.items() if k != "coverage"} for row in log_of(straight)]
+    assert log_of(tmp_path / "run") == wanted  # each value under its own column
+
+
+def test_optimizer_states_are_read_whatever_device_they_were_saved_on(lively, samples, tmp_path, monkeypatch):
+    """On a machine without it, and by every rank, not onto rank 0's device: here they say to be of an eighth GPU."""
+    short = TrainConfig(**{**vars(QUICK), "steps": 12, "decay": 0.0})
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+    stop_at(trainer(lively, samples, tmp_path / "run", short), 11)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="(?i)cuda"):  # or nothing would be tested
+        torch.load(tmp_path / "run" / "step-000010" / "optimizers.pt", weights_only=True)
+    run = trainer(lively, samples, tmp_path / "run", short)
+    states = [value for optimizer in run.optimizers for state in optimizer.state.values() for value in state.values()]
+    assert run.step == 10 and states and all(value.device == lively.device for value in states)
 
 
 def test_the_end_may_be_moved_before_the_rate_falls_and_not_after(lively, samples, tmp_path):
@@ -411,13 +496,25 @@ def test_a_changed_run_is_not_resumed(lively, samples, straight, tmp_path, train
 
 def test_changed_data_are_not_resumed(lively, samples, straight, tmp_path):
     shutil.copytree(straight, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"other \['sample_lengths'\]"):
+    with pytest.raises(ValueError, match=r"other \['data', 'sample_lengths'\]"):
         trainer(lively, samples[1:], tmp_path / "run")
     pruned = {"draft_vocab_size": 12}
     trainer(lively, samples, tmp_path / "pruned", TrainConfig(**{**vars(QUICK), "steps": 1}), **pruned).run()
     renamed = [Sample((s.token_ids - 3 + 1) % (VOCAB - 3) + 3, s.loss_mask) for s in samples]
-    with pytest.raises(ValueError, match=r"other \['draft_ids'\]"):  # W2's rows would mean other tokens
+    with pytest.raises(ValueError, match=r"other \['data', 'draft_ids'\]"):  # W2's rows would mean other tokens
         trainer(lively, renamed, tmp_path / "pruned", TrainConfig(**{**vars(QUICK), "steps": 1}), **pruned)
+    unmasked = [Sample(s.token_ids, torch.ones_like(s.loss_mask)) for s in samples]
+    for others in (renamed, unmasked, samples[:1] + samples[1:][::-1]):  # of the same lengths, or in another order
+        with pytest.raises(ValueError, match=r"other \['data'"):
+            trainer(lively, others, tmp_path / "run")
+
+
+def test_another_beginning_is_not_resumed(lively, samples, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "run")
+    source = LocalSource(lively, samples, tmp_path / "hidden")
+    begun = new_drafter(tiny_config(), lively, samples, QUICK.seed)
+    with pytest.raises(ValueError, match=r"other \['init'\]"):
+        Trainer(begun, lively, source, [], QUICK, tmp_path / "run", init="of another drafter")
 
 
 # ---- what is refused
@@ -431,10 +528,54 @@ def test_settings_below_one_are_refused(name, value):
         TrainConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [("dtype", "float16"), ("gamma_decay", 0.0), ("gamma_decay", -4.0), ("clip", 0.0), ("clip", math.nan)],
+)
+def test_settings_that_cannot_train_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"TrainConfig.{name} = {value!r}: (must be positive|float32 or bfloat16)"):
+        TrainConfig(**{name: value})
+
+
+@pytest.mark.parametrize("text", ["yes", "off", ""])
+def test_a_switch_takes_true_or_false_and_nothing_else(text, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--out", "x", "--detach-confidence", text])
+    assert f"argument --detach-confidence: {text!r}: true or false" in capsys.readouterr().err
+
+
+# ---- block sizes
+
+
+def test_blocks_are_the_shapes_longest_unless_others_are_asked_for(lively, samples, tmp_path):
+    for preset, most in {"smollm2-135m": 8, "qwen3-0.6b": 7, "kimi-k2.6": 7}.items():
+        assert TrainConfig().fitted(PRESETS[preset]).block_sizes == (most,)
+    unsaid, said = (TrainConfig(**{**vars(QUICK), "steps": 2, "block_sizes": sizes}) for sizes in (None, (4,)))
+    run = trainer(lively, samples, tmp_path / "run", unsaid)
+    assert {micro.labels.shape[1] for _, batch in micro_batches(run.source, run.config, 0) for micro in batch} == {4}
+    run.run()
+    assert trainer(lively, samples, tmp_path / "run", said).step == 2  # the same run, and so is the other way round:
+    trainer(lively, samples, tmp_path / "said", said).run()
+    assert trainer(lively, samples, tmp_path / "said", unsaid).step == 2
+
+
 def test_blocks_longer_than_the_layout_allows_are_refused(lively, samples, tmp_path):
-    run = trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "block_sizes": (5,)}))
-    with pytest.raises(ValueError, match="num_speculative_tokens = 5"):
-        run.run()
+    message = r"block_sizes = \(4, 5\): num_speculative_tokens = 5: a block of 4 .* drafts 1..4"
+    with pytest.raises(ValueError, match=message):
+        trainer(lively, samples, tmp_path / "run", TrainConfig(**{**vars(QUICK), "block_sizes": (4, 5)}))
+
+
+def test_too_long_blocks_are_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    """And the documented command, which says no block sizes, is not refused."""
+    command = ["--preset", "qwen3-0.6b", "--target", "Qwen/Qwen3-0.6B", "--data", "none.jsonl", "--out", str(tmp_path)]
+    monkeypatch.setattr(train.Target, "load", lambda *args: pytest.fail("a target was loaded"))
+    with pytest.raises(ValueError, match=r"block_sizes = \(8,\): num_speculative_tokens = 8: a block of 7"):
+        train.main([*command, "--block-sizes", "8"])
+    asked = []
+    monkeypatch.setattr(train, "train", lambda *args: asked.append(args))
+    train.main(command)
+    _, shape, config, *_ = asked[0]
+    assert config.fitted(shape).block_sizes == (7,)
 
 
 def test_other_taps_than_the_drafters_are_refused(samples, tmp_path):
@@ -474,7 +615,9 @@ def test_the_command_trains_resumes_and_exports(target, tmp_path, monkeypatch):
     assert recipe["training"]["block_sizes"] == [4, 2] and recipe["training"]["detach_confidence"] is False
     assert recipe["conversations"] == 1 and recipe["draft_tokens"] > 0
     further = ["--data", command[1], "--out", str(tmp_path / "more"), "--init", str(tmp_path / "run" / "drafter")]
-    train.main([*further, "--dtype", "float32", "--steps", "1", "--anchors", "8", "--block-sizes", "4", "--lr", "0"])
+    begun = [*further, "--dtype", "float32", "--steps", "1", "--anchors", "8", "--lr", "0"]
+    train.main(begun)
+    assert json.loads((tmp_path / "more" / "recipe.json").read_text())["training"]["block_sizes"] == [4]  # the shape's
     more = checkpoint.load(tmp_path / "more" / "drafter", target)
     assert torch.equal(more.d2t, drafter.d2t)
     w1 = "markov_head.markov_w1.weight"  # under lr 0 what AdamW holds stays as it was, what Muon holds does not
@@ -483,6 +626,12 @@ def test_the_command_trains_resumes_and_exports(target, tmp_path, monkeypatch):
     assert "| init | drafter |" in (tmp_path / "more" / "drafter" / "README.md").read_text()
     with pytest.raises(ValueError, match="no beginning of this shape: .*layers.1"):
         train.main([*further, "--config", '{"num_hidden_layers": 2}'])
+    shutil.copytree(tmp_path / "run" / "drafter", tmp_path / "other")
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    save_file(weights | {"norm.weight": 2 * weights["norm.weight"]}, tmp_path / "other" / "model.safetensors")
+    begun[begun.index("--init") + 1] = str(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"more was trained with other \['init'\]"):
+        train.main(begun)
 
 
 def test_heads_are_added_to_a_bare_backbone(lively, samples, tmp_path):
@@ -514,3 +663,38 @@ def test_another_draft_vocabulary_keeps_what_was_learnt_of_the_ids_in_both(livel
     }
     new = dict(drafter.named_parameters())
     assert all(torch.equal(new[name], dict(first.drafter.named_parameters())[name]) for name in names)
+
+
+def with_ends_of_its_own(target, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """A checkpoint whose embedding and whole LM head are not the target's: these two, [V, H] each."""
+    drafter = tiny_drafter(target)
+    embedding, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    drafter.embed_tokens.weight.data, drafter.lm_head.weight.data = embedding, head
+    drafter.own = {"embed_tokens.weight", "lm_head.weight"}
+    checkpoint.save(drafter, folder, torch.float32)
+    return embedding, head
+
+
+def test_an_embedding_and_a_head_of_its_own_go_through_training_into_the_export(lively, samples, tmp_path):
+    """Else the exported drafter would run on the target's, with which it was not trained."""
+    embedding, head = with_ends_of_its_own(lively, tmp_path / "own")
+    drafter = train.trained_drafter(tmp_path / "own", lively, tiny_config(), seed=1)
+    source = LocalSource(lively, samples, tmp_path / "hidden")
+    run = Trainer(drafter, lively, source, [], TrainConfig(**{**vars(QUICK), "steps": 2}), tmp_path / "run")
+    run.run()
+    exported = run.inference_drafter()
+    assert sum("own" in note for note in exported.notes) == 2
+    checkpoint.save(exported, tmp_path / "drafter", torch.float32)
+    back = checkpoint.load(tmp_path / "drafter", lively)
+    assert torch.equal(back.embed_tokens.weight, embedding) and torch.equal(back.lm_head.weight, head)
+
+
+def test_another_draft_vocabulary_changes_nothing_of_the_target(tmp_path):
+    """The checkpoint's own embedding must not be copied into the target's storage."""
+    target = tiny_target()  # no other test's: a fault would change it
+    embedding, head = with_ends_of_its_own(target, tmp_path / "own")
+    theirs, kept = (target.embed_tokens.clone(), target.lm_head.clone()), torch.arange(0, VOCAB, 3)
+    drafter = train.trained_drafter(tmp_path / "own", target, tiny_config(draft_vocab_size=len(kept)), 1, kept)
+    assert torch.equal(target.embed_tokens, theirs[0]) and torch.equal(target.lm_head, theirs[1])
+    assert torch.equal(drafter.embed_tokens.weight, embedding) and torch.equal(drafter.lm_head.weight, head[kept])
+    assert "embed_tokens.weight" in drafter.own

@@ -1,8 +1,9 @@
 """vLLM as an engine of the sweep: the command it is given, how its faults are told, and, slow, a whole sweep."""
 
+import io
 import json
+from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,7 +13,7 @@ from dspark import baselines, evaluate, vllm_engine
 from dspark.baselines import eagle3_config
 from dspark.config import PRESETS
 from dspark.data import Sample, load_prompts
-from dspark.decode import answer
+from dspark.decode import Answer, answer
 from dspark.evaluate import COMMITTED_DRAFTER, SweepConfig, sweep
 from dspark.serve import Command
 from dspark.source import LocalSource
@@ -94,7 +95,7 @@ def test_a_server_that_does_not_start_is_an_error_with_its_cause(tmp_path, monke
 
 def test_counters_are_read_as_vllm_writes_them(monkeypatch, tmp_path):
     """Through vLLM's own metrics library: names, totals, and positions in order."""
-    from prometheus_client import CollectorRegistry, Counter, generate_latest
+    from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
     registry = CollectorRegistry()
     for name, value in (("drafts", 5), ("draft_tokens", 20), ("accepted_tokens", 7)):
@@ -102,19 +103,19 @@ def test_counters_are_read_as_vllm_writes_them(monkeypatch, tmp_path):
     place = Counter("vllm:spec_decode_num_accepted_tokens_per_pos", "", ["engine", "position"], registry=registry)
     for position, value in ((10, 1), (0, 4), (2, 2)):
         place.labels("0", str(position)).inc(value)
+    latency = Histogram("vllm:inter_token_latency_seconds", "", ["engine"], registry=registry).labels("0")
+    for seconds in (0.1, 0.1, 60.0):
+        latency.observe(seconds)
     (tmp_path / "metrics").write_bytes(generate_latest(registry))
     assert vllm_engine.counters(tmp_path.as_uri()) == {
-        "drafts": 5, "draft_tokens": 20, "accepted_tokens": 7, "accepted_tokens_per_pos": [4, 2, 1],
+        "steps": 3, "drafts": 5, "draft_tokens": 20, "accepted_tokens": 7, "accepted_tokens_per_pos": [4, 2, 1],
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("counted, fault", [(0, "drafted nothing"), (99, "is another client there")])
 def test_silent_or_foreign_drafts_are_errors(monkeypatch, tmp_path, counted, fault):
-    from contextlib import nullcontext
-
-    from dspark.decode import Answer
-
-    totals = iter([dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), k) for k in (0, counted)])
+    names = ("steps", "drafts", "draft_tokens", "accepted_tokens")
+    totals = iter([dict.fromkeys(names, count) for count in (0, 0, 0, counted)])  # before and after all, and the one
     monkeypatch.setattr(vllm_engine, "server", lambda *_: nullcontext("url"))
     monkeypatch.setattr(vllm_engine, "counters", lambda url: next(totals))
     monkeypatch.setattr(vllm_engine, "ask", lambda *_: (Answer([1, 2], [0], [0]), {}))
@@ -122,23 +123,37 @@ def test_silent_or_foreign_drafts_are_errors(monkeypatch, tmp_path, counted, fau
         vllm_engine.answers(CONFIG, "prompt-lookup", 3, {("own-gsm8k", 0): [1]}, [2], tmp_path)
 
 
-def test_steps_without_a_draft_count_as_steps(monkeypatch):
+STEPS = {  # of an answer of 10 tokens: accepted and drafted of the steps with a draft, and how many there were in all
+    "whole": ([2, 0], [3, 1], 7),
+    "cut": ([2, 4], [3, 4], 5),  # 1 token of the prefill, 3 of a step, three steps of one, 3 of the last step's 5
+}
+
+
+@pytest.mark.parametrize("accepted, drafted, steps", STEPS.values(), ids=STEPS)
+def test_steps_without_a_draft_count_as_steps(monkeypatch, tmp_path, accepted, drafted, steps):
+    """Behind a last step that went beyond the answer's end too, where only vLLM's count of steps tells of them."""
     said = {"choices": [{"token_ids": list(range(10))}],
-            "metrics": {"speculative_decoding": {"per_step_accepted": [2, 0], "per_step_drafted": [3, 1]},
+            "metrics": {"speculative_decoding": {"per_step_accepted": accepted, "per_step_drafted": drafted},
                         "time_to_first_token_ms": 5.0, "mean_itl_ms": 1.0}}  # fmt: skip
-    reply = SimpleNamespace(read=lambda: json.dumps(said), __enter__=None)
+    total = {"steps": steps, "drafts": 2, "draft_tokens": sum(drafted), "accepted_tokens": sum(accepted)}
+    counted = iter([dict.fromkeys(total, 0)] * 2 + [total] * 2)
+    monkeypatch.setattr(vllm_engine, "open_url", lambda *_, **__: io.BytesIO(json.dumps(said).encode()))
+    monkeypatch.setattr(vllm_engine, "server", lambda *_: nullcontext("http://nowhere"))
+    monkeypatch.setattr(vllm_engine, "counters", lambda url: next(counted))
+    got, _ = vllm_engine.answers(CONFIG, "prompt-lookup", 4, {"key": [1]}, [2], tmp_path)["key"]
+    plain = [0] * (steps - 2)
+    assert got.drafted == drafted + plain and got.accepted == accepted + plain
+    cut = 2 if accepted == [2, 4] else 0
+    assert 1 + sum(got.accepted) + got.steps - cut == len(got.tokens)
 
-    class Reply:
-        def __enter__(self):
-            return reply
 
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(vllm_engine.urllib.request, "urlopen", lambda *_, **__: Reply())
-    got, _ = vllm_engine.ask("http://nowhere", CONFIG, [1], [2])
-    assert got.drafted == [3, 1, 0, 0, 0, 0, 0] and got.accepted == [2, 0, 0, 0, 0, 0, 0]
-    assert 1 + sum(got.accepted) + got.steps == len(got.tokens)
+def test_of_answers_at_once_those_get_the_hidden_steps_that_can_have_them():
+    """An answer whose last draft was refused was not cut; one can hide no more steps than its last accepted tokens."""
+    whole, cut = Answer([1] * 3, [3, 0], [0, 0]), Answer([1] * 10, [3, 4, 0], [2, 4, 0])
+    vllm_engine.settle([whole, cut], 7)
+    assert (whole.steps, cut.steps) == (2, 5)
+    vllm_engine.settle([whole, cut], 99)  # the rest is left to the caller, who compares
+    assert (whole.steps, cut.steps) == (2, 7)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 import zmq
 
 from dspark import bench_stream
-from dspark.wire import MAX_HEADER, Outbox, WireError, WireSample, _digest, decode, encode
+from dspark.wire import MAX_HEADER, Outbox, WireError, WireSample, _digest, decode, encode, frame_limit
 
 
 def sample(tokens=5, rows=None, dtype=torch.bfloat16, layers=(2, 4, 6), width=8, seed=0) -> WireSample:
@@ -88,12 +88,25 @@ def test_a_wrong_header_with_a_right_checksum_is_named(changes, named):
 
 
 @pytest.mark.parametrize(
-    "header, named", [(b"\xff", "not JSON"), (b"[1]", "version"), (b" " * (MAX_HEADER + 1), "header of")]
+    "header, named",
+    [
+        (b"\xff", "not JSON"),
+        (b"[1]", "version"),
+        (b" " * (MAX_HEADER + 1), "header of"),
+        (b"[" * MAX_HEADER, "header is nested too deeply"),  # no JSON either, but the parser does not get that far
+    ],
 )
 def test_a_header_that_is_no_object_is_refused(header, named):
     frames = [header, *sent(sample())[1:3]]
     with pytest.raises(WireError, match=named):
         decode([*frames, _digest(frames)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_sample_has_a_frame_above_its_limit(dtype):
+    """And the limit is of the sample's order: in the widest dtype, one of twice the tokens is above it."""
+    longest = max(map(len, sent(sample(1000, dtype=dtype, width=64))))
+    assert longest <= frame_limit(1000, 3, 64) < 2 * 1000 * 3 * 64 * 4
 
 
 # ---- the outbox

@@ -2,7 +2,8 @@
 
 The kernel runs on CUDA tensors, the reference on all others. The environment variable DSPARK_KERNELS forces one of
 them: `reference`, or `triton` (without a GPU that needs Triton's interpreter, TRITON_INTERPRET=1, set before Triton
-is imported). On CUDA nothing falls back to a reference unasked.
+is imported). On CUDA one thing alone falls back to a reference unasked: Markov decode without a head, or with a gated
+or rnn one, which has no kernel.
 """
 
 import functools

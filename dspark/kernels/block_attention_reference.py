@@ -27,7 +27,8 @@ def block_attention(
 
     q [A, n, Hq, d]; context_k, context_v [T, Hkv, d]; block_k, block_v [A, n, Hkv, d]; anchors [A] and starts [A]
     (int64): rows of the packed context, blocks of one document adjacent. Returns [A, n, Hq, d] in q's dtype.
-    Scores and softmax are float32.
+    Where a document has several blocks, the scores are rounded to q's dtype, the softmax is float32, and its weights
+    are rounded to q's dtype; a single block is left to torch's own attention.
     """
     parts = []
     first = 0

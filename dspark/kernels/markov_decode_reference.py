@@ -13,11 +13,10 @@ from torch import Tensor
 
 
 class MarkovDraft(NamedTuple):
-    """tokens [B, n] target ids; chosen [B, n] their logits; logits [B, n, D] all of them over the temperature, of which
-    q is the softmax (None when greedy); both float32. embeddings [B, n, r]: W1[x_{k-1}], None without a head."""
+    """tokens [B, n] target ids; logits [B, n, D] over the temperature, float32, of which q is the softmax (None when
+    greedy); embeddings [B, n, r]: W1[x_{k-1}], None without a head."""
 
     tokens: Tensor
-    chosen: Tensor
     logits: Tensor | None
     embeddings: Tensor | None
 
@@ -30,21 +29,17 @@ def markov_decode(
     d2t: Tensor | None = None,
     temperature: float = 0.0,
     seeds: Tensor | None = None,
-    candidates: int | None = None,
 ) -> MarkovDraft:
     """base logits U [B, n, D] and hidden states [B, n, H] of the slots, anchors [B] target ids -> MarkovDraft.
 
     head: a dspark.heads.MarkovHead, or None for U alone; d2t [D]: offsets from draft to target ids, None where they are
     the same. temperature 0 is greedy, the lowest id winning ties; above 0 each request draws by its own seed, seeds [B]
-    int64. candidates: bias and choose among that many likeliest tokens of U_k only. base, hidden and the head have one
-    float dtype; the bias is added, and the token chosen, in float32. anchors and d2t are int64.
+    int64. base, hidden and the head have one float dtype; the bias is added, and the token chosen, in float32. anchors
+    and d2t are int64.
     """
-    if candidates is not None:
-        likely = base.topk(candidates, -1)
-        base = torch.full_like(base, float("-inf")).scatter_(-1, likely.indices, likely.values)
     generators = [torch.Generator(base.device).manual_seed(seed) for seed in seeds.tolist()] if temperature > 0 else []
     state = head.initial_state(len(anchors)) if head else None
-    previous, tokens, chosen, every, embeddings = anchors, [], [], [], []
+    previous, tokens, every, embeddings = anchors, [], [], []
     for k, logits in enumerate(base.float().unbind(1)):  # [B, D]
         if head:
             m, state = head.step(previous, hidden[:, k], state)
@@ -56,9 +51,7 @@ def markov_decode(
             choice = (logits / temperature - torch.stack(noise).log_()).argmax(-1)
         else:
             choice = logits.argmax(-1)
-        chosen.append(logits.gather(-1, choice[:, None]))
         previous = choice if d2t is None else choice + d2t[choice]
         tokens.append(previous)
     scaled = torch.stack(every, 1) / temperature if temperature > 0 else None
-    drawn = torch.stack(tokens, 1), torch.cat(chosen, 1)
-    return MarkovDraft(*drawn, scaled, torch.stack(embeddings, 1) if head else None)
+    return MarkovDraft(torch.stack(tokens, 1), scaled, torch.stack(embeddings, 1) if head else None)

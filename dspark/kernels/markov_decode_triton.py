@@ -36,10 +36,10 @@ def _key(score, column):
 
 
 @triton.jit(do_not_specialize=["k"])
-def _position(BASE, ANCHORS, W1, W2, D2T, CANDIDATES, SEEDS, KEYS, LOGITS, EMBEDDINGS, k, B, D, columns,
-              inverse_temperature, FIRST: tl.constexpr, PRUNED: tl.constexpr, TOP: tl.constexpr, SAMPLED: tl.constexpr,
-              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr):  # fmt: skip
-    """Position k of BB requests, BC of the `columns` of BASE [B, N, columns] (of D draft ids; TOP: CANDIDATES)."""
+def _position(BASE, ANCHORS, W1, W2, D2T, SEEDS, KEYS, LOGITS, EMBEDDINGS, k, B, D, inverse_temperature,
+              FIRST: tl.constexpr, PRUNED: tl.constexpr, SAMPLED: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+              BR: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr):  # fmt: skip
+    """Position k of BB requests, BC of the columns of BASE [B, N, D]."""
     row = tl.program_id(1) * BB + tl.arange(0, BB)
     live = row < B
     at = row.to(tl.int64) * N + k
@@ -49,10 +49,8 @@ def _position(BASE, ANCHORS, W1, W2, D2T, CANDIDATES, SEEDS, KEYS, LOGITS, EMBED
         previous = 0x7FFFFFFF - (tl.load(KEYS + at - 1, mask=live, other=0) & 0xFFFFFFFF)
         if PRUNED:
             previous += tl.load(D2T + previous, mask=live, other=0)
-    place = tl.program_id(0) * BC + tl.arange(0, BC)
-    column, inside = place, place < columns
-    if TOP:  # BB is 1: each request has columns of its own
-        column = tl.load(CANDIDATES + tl.sum(at) * columns + place, mask=inside, other=0).to(tl.int32)
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = column < D
     bias = tl.zeros([BB, BC], tl.float32)
     for first in range(0, R, BR):
         rank = first + tl.arange(0, BR)
@@ -66,7 +64,7 @@ def _position(BASE, ANCHORS, W1, W2, D2T, CANDIDATES, SEEDS, KEYS, LOGITS, EMBED
         else:
             bias += tl.dot(m, tl.trans(w2), input_precision="ieee")
     both = live[:, None] & inside[None, :]
-    logits = tl.load(BASE + at[:, None] * columns + place[None, :], mask=both, other=0.0).to(tl.float32) + bias
+    logits = tl.load(BASE + at[:, None] * D + column[None, :], mask=both, other=0.0).to(tl.float32) + bias
     if SAMPLED:
         logits = logits * inverse_temperature
         tl.store(LOGITS + at[:, None] * D + column[None, :], logits, mask=both)
@@ -84,34 +82,25 @@ def markov_decode(
     d2t: Tensor | None = None,
     temperature: float = 0.0,
     seeds: Tensor | None = None,
-    candidates: int | None = None,
 ) -> MarkovDraft:
     """As the reference, with other random numbers. Only the vanilla head has a kernel: no head, gated and rnn are the
     reference's, whose bias depends on hidden states."""
     if head is None or head.kind != "vanilla":
-        return markov_decode_reference.markov_decode(base, hidden, anchors, head, d2t, temperature, seeds, candidates)
+        return markov_decode_reference.markov_decode(base, hidden, anchors, head, d2t, temperature, seeds)
     w1, w2 = head.markov_w1.weight, head.markov_w2.weight
     (B, n, D), rank = base.shape, w1.shape[1]
-    kept, columns = base.contiguous(), D
-    if candidates is not None:
-        kept, likely = base.topk(candidates, -1)
-        columns = candidates
+    base, anchors = base.contiguous(), anchors.contiguous()
     keys = base.new_full((B, n), NOTHING, dtype=torch.int64)
     embeddings = w1.new_empty(B, n, rank)
-    logits = base.new_full((B, n, D), float("-inf"), dtype=torch.float32) if temperature > 0 else None
-    BB = 1 if B == 1 or candidates else max(16, min(64, triton.next_power_of_2(B)))
+    logits = base.new_empty(B, n, D, dtype=torch.float32) if temperature > 0 else None
+    BB = 1 if B == 1 else max(16, min(64, triton.next_power_of_2(B)))
     BC = 64 if BB > 1 and w2.dtype != torch.float32 else 32
     for k in range(n):
-        _position[triton.cdiv(columns, BC), triton.cdiv(B, BB)](
-            kept, anchors.contiguous(), w1, w2, d2t, likely if candidates else None, seeds, keys, logits, embeddings, k,
-            B, D, columns, 1 / temperature if temperature > 0 else 1.0, FIRST=k == 0, PRUNED=d2t is not None,
-            TOP=candidates is not None, SAMPLED=temperature > 0, N=n, R=rank,
-            BR=max(16, min(128, triton.next_power_of_2(rank))), BC=BC, BB=BB, num_warps=4,
+        _position[triton.cdiv(D, BC), triton.cdiv(B, BB)](
+            base, anchors, w1, w2, d2t, seeds, keys, logits, embeddings, k, B, D,
+            1 / temperature if temperature > 0 else 1.0, FIRST=k == 0, PRUNED=d2t is not None,
+            SAMPLED=temperature > 0, N=n, R=rank, BR=max(16, min(128, triton.next_power_of_2(rank))), BC=BC, BB=BB,
+            num_warps=4,
         )  # fmt: skip
     choice = 0x7FFFFFFF - (keys & 0xFFFFFFFF)
-    tokens = choice if d2t is None else choice + d2t[choice]
-    if temperature > 0:
-        return MarkovDraft(tokens, logits.gather(-1, choice[..., None])[..., 0] * temperature, logits, embeddings)
-    bits = (keys >> 32).to(torch.int32)
-    chosen = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
-    return MarkovDraft(tokens, chosen, None, embeddings)
+    return MarkovDraft(choice if d2t is None else choice + d2t[choice], logits, embeddings)
