@@ -142,8 +142,12 @@ def test_step_costs_are_measured_once_a_sweep(tmp_path):
 
 
 def test_a_drafter_that_is_not_there_or_too_short_is_named(tmp_path):
-    config = SweepConfig("test", benchmarks=("own-gsm8k",), prompts=1, n_values=(9,), dtype="float32")
-    with pytest.raises(ValueError, match="num_speculative_tokens = 9"):
+    shutil.copytree(COMMITTED_DRAFTER, tmp_path / "short")
+    file = tmp_path / "short" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"block_size": 7}))
+    drafters = {"dspark": str(tmp_path / "short")}
+    config = SweepConfig("test", "smollm2-135m", drafters, ("own-gsm8k",), 1, (8,), dtype="float32")
+    with pytest.raises(ValueError, match="num_speculative_tokens = 8"):
         sweep(config, tmp_path)
     with pytest.raises(FileNotFoundError, match="no drafter in nowhere"):
         sweep(replace(config, drafters={"dspark": str(tmp_path / "nowhere")}), tmp_path / "other")
@@ -269,7 +273,7 @@ def test_aime_is_both_years_where_both_are_there(tmp_path):
 def test_the_command_takes_drafters_by_name(monkeypatch, tmp_path, capsys):
     asked = []
 
-    def stop(config, out):
+    def stop(config, out, fresh):
         asked.append((config, out))
         record = {"benchmark": "own-aime", "prompt": 0, "n": 3, "output_tokens": 8, "seconds": None, "accepted": [1, 1]}
         records = [record | {"drafter": "mine"}, record | {"drafter": "prompt-lookup", "accepted": [1, 0]}]
