@@ -41,7 +41,7 @@ MAX_POSITIONS = 8  # accept_pos columns
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-5}
 ENGINES = ("dspark", "vllm")
 RECORDS = "records.jsonl"  # one line an answer
-STEP_COSTS, COST_REPEATS = "step_costs.csv", 15  # what the scheduler knows of this machine
+STEP_COSTS, COST_REPEATS = "scheduler_costs.csv", 15  # what the scheduler knows of this machine
 COMMITTED_DRAFTER = DATA / "drafters" / "smollm2-135m-dspark"
 COMMITTED_BASELINES = {name: DATA / "drafters" / f"smollm2-135m-{name}" for name in ("dflash", "eagle3-mla")}
 
@@ -168,7 +168,7 @@ def _measure_here(config: SweepConfig, missing, folder: Path):
 
 def _choices(config: SweepConfig, target: Target, drafters: dict, chat: list[int], folder: Path) -> dict:
     """{(drafter, n): decode's options} of the scheduled drafters: the scheduler on step costs that are measured here,
-    once a sweep (folder/step_costs.csv), and the temperatures saved with the checkpoint, if it was calibrated."""
+    once a sweep (folder/scheduler_costs.csv), and the temperatures saved with the checkpoint, if it was calibrated."""
     path, options = folder / STEP_COSTS, {}
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["drafter", "drafts"])
     for name, n in (cell for cell in config.cells if cell[0] in config.scheduled):

@@ -21,6 +21,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 from scipy.optimize import isotonic_regression
 
 COLUMN, PAGE = 3.25, 6.75  # inches: one column and across both, so that figures print at their own size
@@ -483,10 +484,11 @@ def _mark_values(ax, data: pd.DataFrame, column: str, form: str) -> None:
     apart = line * np.arange(len(points))
     heights = isotonic_regression(points[marks[-1]] - apart).x + apart
     last = ax.get_xticks()[-1]
-    ax.text(last + 0.3, heights[-1] + line, f"$n={' → '.join(map(str, marks))}$", color="0.3", fontsize=6, va="center")
+    look = {"fontsize": 6, "va": "center", "path_effects": [withStroke(linewidth=2, foreground="white")]}
+    ax.text(last + 0.3, heights[-1] + line, f"$n$ = {' → '.join(map(str, marks))}", color="0.3", **look)
     for (drafter, values), height in zip(points.iterrows(), heights, strict=True):
         text = " → ".join(form.format(value) for value in values.dropna())
-        ax.text(last + 0.3, height, text, color=DRAFTER_STYLE[drafter]["color"], fontsize=6, va="center")
+        ax.text(last + 0.3, height, text, color=DRAFTER_STYLE[drafter]["color"], **look)
     ax.set_ylim(min(bottom, heights[0] - line), max(top, heights[-1] + 2 * line))
     ax.set_xlim(right=last + 0.3 + 0.36 * (last - ax.get_xlim()[0]))  # room for the longest text
 

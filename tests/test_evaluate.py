@@ -72,9 +72,9 @@ def test_a_scheduled_drafter_verifies_what_pays_and_changes_no_answer(tmp_path):
     )  # fmt: skip
     dear = [{"drafts": 7, "requests": 1, "tokens": 1 + j, "step_ms": 20 + 4 * j, "drafter": "dspark-scheduled"}
             for j in range(8)]  # fmt: skip
-    pd.DataFrame(dear).to_csv(tmp_path / "step_costs.csv", index=False)  # measured before: not measured again
+    pd.DataFrame(dear).to_csv(tmp_path / "scheduler_costs.csv", index=False)  # measured before: not measured again
     table = sweep(config, tmp_path).set_index("drafter")
-    assert pd.read_csv(tmp_path / "step_costs.csv").to_dict("records") == dear
+    assert pd.read_csv(tmp_path / "scheduler_costs.csv").to_dict("records") == dear
     assert (table.mismatches == 0).all() and table.output_tokens.nunique() == 1
     assert table.drafted["dspark"] == 7 * table.steps["dspark"]
     assert table.drafted["dspark-scheduled"] < 7 * table.steps["dspark-scheduled"]
@@ -132,11 +132,11 @@ def test_step_costs_are_measured_once_a_sweep(tmp_path):
         dtype="float32", scheduled=("dspark",),
     )  # fmt: skip
     sweep(config, tmp_path)
-    costs = pd.read_csv(tmp_path / "step_costs.csv")
+    costs = pd.read_csv(tmp_path / "scheduler_costs.csv")
     assert costs[["drafter", "drafts", "tokens"]].to_numpy().tolist() == [["dspark", 2, 1 + j] for j in range(3)]
     assert (costs.step_ms > 0).all()
     sweep(replace(config, n_values=(2, 3)), tmp_path)  # resumed with another n: only that one is measured
-    more = pd.read_csv(tmp_path / "step_costs.csv")
+    more = pd.read_csv(tmp_path / "scheduler_costs.csv")
     pd.testing.assert_frame_equal(more[:3], costs)
     assert more.drafts.tolist() == [2] * 3 + [3] * 4
 
