@@ -129,7 +129,7 @@ def parser():
     generate.add_argument("prompt")
     generate.add_argument("--target", help="a preset, a hub name or a folder (default: SmolLM2-135M)")
     generate.add_argument("--drafter", help="a checkpoint folder (default: the committed one)")
-    generate.add_argument("-n", type=int, help="tokens drafted per step (default: the drafter's best)")
+    generate.add_argument("-n", type=int, help="tokens drafted per step (default: 4, or the drafter's most)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     dtypes = ("auto", "float32", "bfloat16")

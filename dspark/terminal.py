@@ -16,7 +16,7 @@ from dspark.decode import Answer, Step, answer, decode
 from dspark.evaluate import COMMITTED_DRAFTER, NEAR_TIE, tie_gap
 from dspark.target import EMBEDDED, Target, resolve_dtype
 
-DEFAULT_N = 3  # drafts a step: the best mean speedup of the committed drafter (data/results/cpu)
+DEFAULT_N = 4  # drafts a step: the best mean speedup of the committed drafter (data/results/reference)
 WARM_UP = 8  # tokens decoded before the clock runs: a process's first steps are slow
 # Blue and vermilion of medium lightness: told apart by colour-blind readers, legible on black and on white.
 ACCEPTED, OWN, PLAIN = "\x1b[38;5;33m", "\x1b[1;38;5;166m", "\x1b[0m"
