@@ -290,7 +290,8 @@ def learning_curves(table: pd.DataFrame) -> Plot:
                 ax.plot(line["draft_tokens"] / 1e6, line["tau"], **style)
                 style = style | {"label": None}  # one entry in the legend
                 if part > 1:
-                    look = {"color": "0.6", "linewidth": 0.7, "linestyle": (0, (1, 2)), "label": "other prompts"}
+                    look = {"color": "0.6", "linewidth": 0.7, "linestyle": (0, (1, 2)), "label": "other prompts",
+                            "zorder": 0}  # fmt: skip
                     ax.axvline(line["draft_tokens"].min() / 1e6, **look)
         ax.set(title=f"$n$ = {n}", xlabel="Draft tokens, millions", xlim=(0, None))
     axes[0].set_ylabel("Held-out accepted length τ")
@@ -495,6 +496,6 @@ def _mark_values(ax, data: pd.DataFrame, column: str, form: str) -> None:
 
 def _legend(figure: Figure, ax) -> None:
     """Above the axes, so that it never covers data."""
-    handles, labels = ax.get_legend_handles_labels()
-    ncols = 6 if figure.get_figwidth() > COLUMN else 3 if max(map(len, labels)) < 20 else 2
-    figure.legend(handles, labels, loc="outside upper center", ncols=ncols)
+    named = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))  # each name once
+    ncols = 6 if figure.get_figwidth() > COLUMN else 3 if max(map(len, named)) < 20 else 2
+    figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=ncols)
