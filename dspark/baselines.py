@@ -17,7 +17,6 @@ from dspark.checkpoint import SINGLE
 from dspark.config import DSparkConfig
 from dspark.drafter import Draft, DSparkDrafter
 from dspark.eagle3 import LATENT, Eagle3Config, Eagle3Drafter
-from dspark.packed import pack
 
 PROMPT_LOOKUP = "prompt-lookup"
 KINDS = ("dspark", "eagle3", "eagle3-mla")  # to train
@@ -128,7 +127,7 @@ def load(source: str | Path, target, dtype=None):
     with torch.device("meta"):
         drafter = Eagle3Drafter(config)
     drafter.load_state_dict(tensors, assign=True)
-    return pack(drafter.to(dtype or target.dtype).to(target.device).eval().requires_grad_(False))
+    return drafter.to(dtype or target.dtype).to(target.device).eval().requires_grad_(False).pack()
 
 
 def _fitting(config: Eagle3Config, folder: Path, target) -> dict[str, Tensor]:

@@ -22,7 +22,6 @@ from dspark import card, formats
 from dspark.config import DSparkConfig
 from dspark.drafter import DSparkDrafter
 from dspark.formats import CALIBRATION, read_json, read_temperatures
-from dspark.packed import pack
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MASK_PICKLE = "mask_embedding.pt"  # vLLM puts it in place of the mask's embedding
@@ -67,7 +66,7 @@ def load(folder: Path, target, dtype=None) -> DSparkDrafter:
     drafter.notes, drafter.own = notes, own
     for note in notes:
         log.warning("%s: %s", folder.name, note)
-    return pack(drafter.to(dtype or target.dtype).to(target.device).eval().requires_grad_(False))
+    return drafter.to(dtype or target.dtype).to(target.device).eval().requires_grad_(False).pack()
 
 
 def _same(target: torch.Tensor, stored: torch.Tensor) -> bool:

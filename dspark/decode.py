@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dspark import schedule
 from dspark.drafter import DSparkDrafter
-from dspark.kernels import verify
+from dspark.kernels import cpu, verify
 from dspark.target import Target
 
 
@@ -156,7 +156,7 @@ def draft_ids(q: Tensor | None, drafter, vocab_size: int) -> Tensor | None:
 def _pick(logits: Tensor, temperature: float, generator) -> Tensor:
     if temperature > 0:
         return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[:, 0]
-    return logits.argmax(-1)
+    return cpu.argmax(logits)
 
 
 def _cut(tokens: list[int], stop: frozenset[int], budget: int) -> list[int]:

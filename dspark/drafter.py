@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from dspark.config import DSparkConfig
 from dspark.heads import ConfidenceHead, MarkovHead
 from dspark.kernels import block_attention, markov_decode
+from dspark.packed import Packed, Places, forward_rows, kernels_fit, pack, pack_layer
 from dspark.target import rotate
+
+BLOCK_ROOM = 16  # places that a context keeps behind its tokens for the block that is being drafted
 
 
 class Draft(NamedTuple):
@@ -106,6 +109,8 @@ class DSparkDrafter(nn.Module):
     def __init__(self, config: DSparkConfig):
         super().__init__()
         self.config = config
+        self.rope = None  # see `_rope`
+        self.packed = None  # the layers for a CPU's kernels, once trained; see `pack`
         self.notes = []  # what a checkpoint left open and how reading it was decided
         self.own = set()  # embed_tokens.weight, lm_head.weight where a checkpoint's are not the target's
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -152,6 +157,17 @@ class DSparkDrafter(nn.Module):
             return target_ids
         draft_ids = self.t2d.cumsum(0)[target_ids] - 1
         return torch.where(self.t2d[target_ids], draft_ids, -1)
+
+    def pack(self) -> "DSparkDrafter":
+        """Lay a drafter that is trained no more out for decoding on a CPU, where the kernels of dspark.kernels.cpu
+        serve it."""
+        pack(self)
+        layers, attention = [pack_layer(layer) for layer in self.layers], [layer.self_attn for layer in self.layers]
+        alike = len({a.causal for a in attention}) == 1 and all(a.window is None for a in attention)
+        if alike and kernels_fit(layers, self.config.head_dim):
+            self.packed = layers
+            self.context_kv = [Packed(torch.cat([a.k_proj.weight, a.v_proj.weight]).detach()) for a in attention]
+        return self
 
     # the backbone
 
@@ -201,7 +217,7 @@ class DSparkDrafter(nn.Module):
     def new_caches(self, rows: int, capacity: int) -> list[ContextCache]:
         """Empty contexts of `rows` requests that can be drafted for together."""
         config, weight = self.config, self.fc.weight
-        shape = (config.num_hidden_layers, rows, capacity, config.num_key_value_heads, config.head_dim)
+        shape = (config.num_hidden_layers, rows, capacity + BLOCK_ROOM, config.num_key_value_heads, config.head_dim)
         storage = (weight.new_zeros(shape), weight.new_zeros(shape))
         return [ContextCache(storage, row) for row in range(rows)]
 
@@ -210,13 +226,7 @@ class DSparkDrafter(nn.Module):
 
     def extend(self, cache: ContextCache, features: Tensor, tokens: Tensor | None = None) -> None:
         """Append committed tokens' target features [S, m*H] to the context. The tokens [S] are for other drafters."""
-        end = cache.length + features.shape[0]
-        positions = torch.arange(cache.length, end, device=features.device)
-        pairs = self.context_keys_values(features, positions)
-        for index, (keys, values) in enumerate(pairs):
-            cache.k[index, cache.length : end] = keys
-            cache.v[index, cache.length : end] = values
-        cache.length = end
+        self.extend_batch([cache], features, [len(features)])
 
     def extend_batch(self, caches: list[ContextCache], features: Tensor, counts: list[int]) -> None:
         """Append to each of B contexts, from one `new_caches`, its next counts[b] rows of features [sum, m*H]."""
@@ -225,12 +235,43 @@ class DSparkDrafter(nn.Module):
         rows = torch.tensor([cache.row for cache in caches], device=features.device).repeat_interleave(added)
         within = torch.arange(len(features), device=features.device)
         positions = within - (added.cumsum(0) - added - first).repeat_interleave(added)
-        k, v = caches[0].storage
-        for index, (keys, values) in enumerate(self.context_keys_values(features, positions)):
-            k[index, rows, positions] = keys
-            v[index, rows, positions] = values
+        self._commit(features, rows, positions, caches[0].storage)
         for cache, count in zip(caches, counts, strict=True):
             cache.length += count
+
+    def _commit(self, features: Tensor, rows: Tensor, positions: Tensor, storage) -> None:
+        """Features [S, m*H] to every layer's keys and values at rows [S] and positions [S] of the storage."""
+        k, v = storage
+        if self.packed is None:
+            for index, (keys, values) in enumerate(self.context_keys_values(features, positions)):
+                k[index, rows, positions] = keys
+                v[index, rows, positions] = values
+            return
+        context, rope = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype))), self._rope(k.shape[2])
+        for layer, kv, keys, values in zip(self.packed, self.context_kv, k, v, strict=True):
+            torch.ops.dspark.attend(  # of no query
+                kv(context), None, layer.k_norm, self.config.rms_norm_eps, *rope, positions, rows, positions,
+                keys.transpose(1, 2), values.transpose(1, 2),
+            )  # fmt: skip
+
+    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [>= length, d] of positions from 0 on, float32."""
+        if self.rope is None or len(self.rope[0]) < length:
+            positions = torch.arange(length, device=self.fc.weight.device)
+            self.rope = tuple(part[:, 0].contiguous() for part in self._rotary(positions))
+        return self.rope
+
+    def _draft_rows(self, anchors: Tensor, lengths: Tensor, rows: Tensor, length: int, storage) -> Tensor:
+        """`_backbone` for decoding by the kernels: contexts of lengths [B] in rows [B] of the storage -> [B, n, H]."""
+        places = lengths[:, None] + torch.arange(length, device=anchors.device)  # [B, length]
+        visible = places + 1 if self.layers[0].self_attn.causal else (lengths + length)[:, None].expand_as(places)
+        x = self.embed_tokens(self._blocks(anchors, length).flatten()).to(self.fc.weight.dtype)
+        caches = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in zip(*storage, strict=True)]
+        where = Places(rows.repeat_interleave(length), places.flatten(), visible.flatten())
+        eps = self.config.rms_norm_eps
+        x, delta, _ = forward_rows(self.packed, x, where, self._rope(storage[0].shape[2]), caches, eps)
+        x = torch.ops.dspark.add_rms_norm(x, delta, self.norm.weight, eps)[1].view(len(anchors), length, -1)
+        return x if self.config.sample_from_anchor else x[:, 1:]
 
     def draft(self, anchor: Tensor, cache: ContextCache, n: int, temperature=0.0, generator=None) -> Draft:
         """Draft n tokens after the anchor token [1], whose position is cache.length (context covers all before it)."""
@@ -245,9 +286,13 @@ class DSparkDrafter(nn.Module):
         if any(cache.storage is not storage for cache in caches):
             raise ValueError("contexts of a batch must come from one call of new_caches")
         lengths = anchors.new_tensor([cache.length for cache in caches])
-        starts = anchors.new_tensor([cache.row * storage[0].shape[2] for cache in caches])
-        context = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*storage, strict=True)]
-        hidden = self._backbone(anchors, lengths, length, context, starts + lengths, starts)  # [B, n, H]
+        rows = anchors.new_tensor([cache.row for cache in caches])
+        if self.packed is not None and length <= BLOCK_ROOM:
+            hidden = self._draft_rows(anchors, lengths, rows, length, storage)  # [B, n, H]
+        else:
+            starts = rows * storage[0].shape[2]
+            context = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*storage, strict=True)]
+            hidden = self._backbone(anchors, lengths, length, context, starts + lengths, starts)
         seeds = None
         if temperature > 0:
             seeds = torch.randint(2**63 - 1, anchors.shape, generator=generator, device=anchors.device)

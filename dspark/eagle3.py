@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dspark import formats
 from dspark.config import DSparkConfig
 from dspark.drafter import MLP, Draft, DSparkDrafter
+from dspark.packed import pack
 from dspark.target import rotate
 
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -121,9 +122,23 @@ class Attention(nn.Module):
         out = out + torch.einsum("agqj,ajgd->agqd", weights[..., T:], own_v)
         return self.output(out.flatten(1, 2))
 
+    def next(self, x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor, at: int) -> Tensor:
+        """`forward` of one chain while decoding: its last slot x [1, 2H] over rows [> at, g, w], whose row `at` it
+        writes, and no later one -> [1, H]."""
+        rows[at] = self.rows(x, cos, sin)[0]
+        q = self.queries(x, cos, sin).view(self.kv_heads, -1, self.split(rows)[0].shape[-1])  # [g, h/g, d]
+        k, v = (part[: at + 1].transpose(0, 1) for part in self.split(rows))  # [g, T, d]
+        weights = ((q @ k.transpose(1, 2)).float() * self.scale).softmax(-1).to(v.dtype)
+        return self.output((weights @ v).flatten(0, 1)[None])
+
     def output(self, attended: Tensor) -> Tensor:
         """[A, h, d] -> [A, H]."""
         return self.o_proj(attended.flatten(1))
+
+
+def _heads(x: Tensor, weights: Tensor) -> Tensor:
+    """[A, h, i] by each head's [h, i, o] -> [A, h, o]."""
+    return (x.transpose(0, 1) @ weights).transpose(0, 1)
 
 
 class LatentAttention(Attention):
@@ -139,6 +154,7 @@ class LatentAttention(Attention):
         H, r, self.heads, self.kv_heads = 2 * config.hidden_size, config.kv_lora_rank, config.num_attention_heads, 1
         self.nope, rope, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.rank, self.width, self.scale = r, r + rope, (self.nope + rope) ** -0.5
+        self.up = None  # `_up`, laid out once a drafter is trained no more
         self.q_proj = nn.Linear(H, self.heads * (self.nope + rope), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(H, r + rope, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(r, eps=config.rms_norm_eps)
@@ -153,17 +169,19 @@ class LatentAttention(Attention):
         return rows, rows[..., : self.rank]
 
     def _up(self) -> tuple[Tensor, Tensor]:
-        """W_uk [h, d_nope, d_c] and W_uv [h, d_v, d_c]."""
+        """W_uk [h, d_nope, d_c] and W_uv transposed [h, d_c, d_v]."""
+        if self.up is not None:
+            return self.up
         both = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
-        return both[:, : self.nope], both[:, self.nope :]
+        return both[:, : self.nope], both[:, self.nope :].transpose(1, 2)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (self.heads, -1))
         nope, rope = q[..., : self.nope], q[..., self.nope :]
-        return torch.cat([torch.einsum("ahd,hdr->ahr", nope, self._up()[0]), self._rotate(rope, cos, sin)], -1)
+        return torch.cat([_heads(nope, self._up()[0]), self._rotate(rope, cos, sin)], -1)
 
     def output(self, attended: Tensor) -> Tensor:
-        return self.o_proj(torch.einsum("ahr,hvr->ahv", attended, self._up()[1]).flatten(1))
+        return self.o_proj(_heads(attended, self._up()[1]).flatten(1))
 
     @staticmethod
     def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -228,6 +246,13 @@ class Eagle3Drafter(nn.Module):
             nn.init.normal_(linear.weight, std=0.02)
         nn.init.constant_(self.norm.weight, 0.25)  # as in DSparkDrafter, for the same reason
 
+    def pack(self) -> "Eagle3Drafter":
+        """Lay a drafter that is trained no more out for decoding."""
+        attention = self.layers[0].self_attn
+        if isinstance(attention, LatentAttention):
+            attention.up = tuple(part.detach().contiguous() for part in attention._up())
+        return pack(self)
+
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [...] -> cos, sin [..., 1, d], float32."""
         d = self.config.rope_dim
@@ -289,11 +314,15 @@ class Eagle3Drafter(nn.Module):
 
     def draft(self, anchor: Tensor, cache: ChainCache, n: int, temperature=0.0, generator=None) -> Draft:
         """Draft n tokens after the anchor token [1] in n passes; what they write is forgotten afterwards."""
-        context, hidden, own = cache.rows[1 : cache.length], cache.feature, None
-        at = anchor.new_tensor([cache.length])
+        layer, passes, hidden = self.layers[0], self.config.block_length(n), cache.feature
+        rows = torch.cat([cache.rows[1 : cache.length], cache.rows.new_empty(passes, *cache.rows.shape[1:])])
+        # a slot stands where its hidden states come from
+        cos, sin = self._rotary(torch.arange(cache.length - 1, cache.length - 1 + passes, device=anchor.device))
         previous, tokens, probabilities = anchor, [], []
-        for k in range(self.config.block_length(n)):
-            hidden, own = self._pass(previous, hidden, at + k, context, None, own)
+        for k in range(passes):
+            x = layer.inputs(self.embed_tokens(previous).to(hidden.dtype), hidden)
+            hidden = hidden + layer.self_attn.next(x, cos[k], sin[k], rows, len(rows) - passes + k)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             logits = self.lm_head(self.norm(hidden)).float()
             if temperature > 0:
                 probabilities.append((logits / temperature).softmax(-1))

@@ -30,6 +30,7 @@ from dspark.answers import is_correct
 from dspark.batched import profile_steps
 from dspark.data import BENCHMARKS, OWN_SETS, benchmark_file, load_prompts, read_jsonl
 from dspark.decode import answer
+from dspark.kernels import cpu
 from dspark.paths import DATA, ROOT
 from dspark.target import EMBEDDED, Target, resolve_dtype
 
@@ -383,7 +384,7 @@ def run_metadata(config, started: str, wall_seconds: float) -> dict:
 
 
 def hardware() -> str:
-    """GPU name, or processor name and core count."""
+    """GPU name, or processor name, core count and whether bfloat16 goes through dspark.kernels.cpu there."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     name = platform.processor() or platform.machine()
@@ -391,7 +392,7 @@ def hardware() -> str:
     if cpuinfo.exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         name = models[0] if models else name
-    return f"{name}, {os.cpu_count()} cores"
+    return f"{name}, {os.cpu_count()} cores" + (", AVX512-BF16 kernels" if cpu.available() else "")
 
 
 def available_benchmarks(folder: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.packed import Packed
+from dspark.packed import Packed, Places, forward_rows, kernels_fit, pack_layer
 from dspark.paths import cache_dir
 
 EMBEDDED = "smollm2-135m"
@@ -55,17 +55,6 @@ class KVCache:
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
 
-class _Layer(NamedTuple):
-    input_norm: Tensor
-    qkv: Packed
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Packed
-    post_norm: Tensor
-    gate_up: Packed
-    down: Packed
-
-
 class Target:
     """A frozen causal LM of one of FAMILIES. `load` takes the embedded default, a hub name or a local folder, and
     gives a TransformersTarget for any other architecture."""
@@ -80,7 +69,8 @@ class Target:
         self.lm_head = model.lm_head.weight.detach()
         self.final_norm = model.model.norm.weight.detach()
         self.dtype, self.device = self.embed_tokens.dtype, self.embed_tokens.device
-        self.layers = [self._fuse(layer) for layer in model.model.layers]
+        self.layers = [pack_layer(layer) for layer in model.model.layers]
+        self.row_invariant = kernels_fit(self.layers, self.head_dim)
         self._rotary = model.model.rotary_emb
         self._rope_tables(min(4096, self.max_position_embeddings))
 
@@ -102,23 +92,6 @@ class Target:
         window = getattr(config, "sliding_window", None) or config.max_position_embeddings
         read = {key for key, _ in model.model.layers[0].named_parameters()} <= _READ
         return read and window >= config.max_position_embeddings
-
-    @staticmethod
-    def _fuse(layer) -> _Layer:
-        attn, mlp = layer.self_attn, layer.mlp
-        projections = (attn.q_proj, attn.k_proj, attn.v_proj)
-        bias = torch.cat([p.bias.detach() for p in projections]) if attn.q_proj.bias is not None else None
-        norm = [getattr(attn, name, None) for name in ("q_norm", "k_norm")]
-        return _Layer(
-            input_norm=layer.input_layernorm.weight.detach(),
-            qkv=Packed(torch.cat([p.weight.detach() for p in projections]), bias),
-            q_norm=norm[0].weight.detach() if norm[0] is not None else None,
-            k_norm=norm[1].weight.detach() if norm[1] is not None else None,
-            o=Packed(attn.o_proj.weight.detach()),
-            post_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=Packed(torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])),
-            down=Packed(mlp.down_proj.weight.detach()),
-        )
 
     @classmethod
     def load(cls, name: str = EMBEDDED, dtype=torch.float32, device="cpu", layer_ids=()) -> "Target":
@@ -142,6 +115,7 @@ class Target:
         probe = torch.zeros(1, dtype=torch.float32, device=self.device)
         cos, sin = self._rotary(probe, positions)
         self.cos, self.sin = cos[0].to(self.dtype), sin[0].to(self.dtype)
+        self._rope = self.cos.float(), self.sin.float()  # as the kernels take them
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         self._check_length(max_len)
@@ -166,6 +140,8 @@ class Target:
         B, S = tokens.shape
         ragged = isinstance(start, Tensor)
         positions = (start[:, None] if ragged else start) + torch.arange(S, device=tokens.device)  # [B, S] or [S]
+        if self.row_invariant:
+            return self._forward_rows(tokens, positions.expand(B, S), cache, packed)
         end = int(positions.max()) + 1 if ragged else start + S
         mask = None
         if ragged or S > 1:
@@ -189,6 +165,19 @@ class Target:
                 taps.append(x)
         hidden = F.rms_norm(x, x.shape[-1:], self.final_norm, self.eps)
         return TargetOutput(hidden, torch.cat(taps, -1) if taps else None)
+
+    def _forward_rows(self, tokens, positions, cache, packed) -> TargetOutput:
+        """`forward` by the kernels of dspark.kernels.cpu: no row's result depends on the rows beside it."""
+        shape = tokens.shape
+        rows = torch.arange(tokens.numel()) if packed is None else packed
+        if packed is not None:
+            shape = (1, len(packed))
+        positions = positions.flatten()[rows]
+        places = Places(rows // tokens.shape[1], positions, positions + 1)
+        x, caches = F.embedding(tokens.flatten()[rows], self.embed_tokens), list(zip(cache.k, cache.v, strict=True))
+        x, delta, taps = forward_rows(self.layers, x, places, self._rope, caches, self.eps, self.layer_ids)
+        hidden = torch.ops.dspark.add_rms_norm(x, delta, self.final_norm, self.eps)[1]
+        return TargetOutput(hidden.view(*shape, -1), torch.cat(taps, -1).view(*shape, -1) if taps else None)
 
     def _attend(self, layer, h, cos, sin, cache, index, positions, end, mask, packed):
         B, S, heads = *(h if packed is None else positions).shape[:2], self.num_attention_heads

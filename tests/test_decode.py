@@ -207,8 +207,8 @@ def test_context_is_the_committed_tokens_and_nothing_else(toy, layout, monkeypat
         assert cache.length == committed[0] - 1 and int(anchor) == text[cache.length]
         fresh = drafter.new_cache(cache.length)
         drafter.extend(fresh, features[: cache.length])
-        torch.testing.assert_close(cache.k[:, : cache.length], fresh.k, rtol=0, atol=1e-4)
-        torch.testing.assert_close(cache.v[:, : cache.length], fresh.v, rtol=0, atol=1e-4)
+        torch.testing.assert_close(cache.k[:, : cache.length], fresh.k[:, : cache.length], rtol=0, atol=1e-4)
+        torch.testing.assert_close(cache.v[:, : cache.length], fresh.v[:, : cache.length], rtol=0, atol=1e-4)
         cache.k[:, cache.length :] = cache.v[:, cache.length :] = torch.nan  # stale rows must never be read
         lengths.append(cache.length)
         return draft(anchor, cache, *args)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dspark.kernels import cpu
+
 
 class Verified(NamedTuple):
     """accepted [B] drafts and following [B], the target's next token; int64."""
@@ -40,7 +42,7 @@ def verify(
     """
     n = drafts.shape[1]
     if temperature == 0:
-        choice = logits.argmax(-1)  # [B, n+1]
+        choice = cpu.argmax(logits)  # [B, n+1]
         choice = choice if rows is None else choice[rows.clamp_min(0)]
         hits = choice[:, :n] == drafts
     else:
