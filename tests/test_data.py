@@ -28,7 +28,7 @@ from dspark.data import (
 )
 from dspark.decode import answer
 from dspark.paths import PROMPTS
-from dspark.selfwrite import normalise, read_rounds, self_write, split_of, written_files
+from dspark.selfwrite import OwnWriter, normalise, read_rounds, self_write, split_of, written_files
 from dspark.source import LocalSource, data_digest, pack
 from dspark.target import Target, encode_chat
 
@@ -272,21 +272,7 @@ def babbler(target):
     model.model.embed_tokens.weight.data[:, 0] = 1  # one constant feature, and the stop token's logit hangs on it
     model.lm_head.weight.data[2] = 0
     model.lm_head.weight.data[2, 0] = math.log(0.05 * target.vocab_size) / 4
-    return Babbler(Target(model, target.tokenizer, "babbler", ()))
-
-
-class Babbler:
-    """A writer as VllmWriter is one, a prompt at a time through this project's own decoding."""
-
-    def __init__(self, target):
-        self.target, self.name = target, target.name
-        self.tokenizer, self.eos_token_ids = target.tokenizer, target.eos_token_ids
-
-    def __call__(self, prompts, max_new_tokens, temperature, seed):
-        runs = enumerate(zip(prompts, temperature, strict=True))
-        return [
-            answer(self.target, None, p, 0, max_new_tokens, temperature=t, seed=seed + i).tokens for i, (p, t) in runs
-        ]
+    return OwnWriter(Target(model, target.tokenizer, "babbler", ()))
 
 
 SMALL = {"batch": 6, "seed": 3, "max_new_tokens": 12}
@@ -329,6 +315,15 @@ def test_resumed_writing_equals_uninterrupted(babbler, written, tmp_path, cut):
     path.write_bytes(kept)
     self_write(babbler, path, 90, **SMALL)
     assert path.read_bytes() == whole
+
+
+def test_the_own_writer_gives_each_prompt_its_own_answer(babbler):
+    """Greedy ones between sampled ones, each where its prompt stands."""
+    prompts, temperature = [[5, 6, 7], [9], [4, 4], [8, 3, 11, 12]], [0.0, 0.8, 0.0, 0.8]
+    written = babbler(prompts, 12, temperature, 3)
+    for prompt, t, tokens in zip(prompts, temperature, written, strict=True):
+        assert t or tokens == answer(babbler.target, None, prompt, 0, 12).tokens
+    assert written == babbler(prompts, 12, temperature, 3) and written[1] != babbler(prompts, 12, temperature, 4)[1]
 
 
 def test_a_file_that_holds_enough_is_left_alone(babbler, written, tmp_path):
