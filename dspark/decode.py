@@ -155,7 +155,7 @@ def draft_ids(q: Tensor | None, drafter, vocab_size: int) -> Tensor | None:
 
 def _pick(logits: Tensor, temperature: float, generator) -> Tensor:
     if temperature > 0:
-        return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[:, 0]
+        return torch.multinomial(cpu.probabilities(logits, temperature), 1, generator=generator)[:, 0]
     return cpu.argmax(logits)
 
 

@@ -285,6 +285,18 @@ def test_inputs_that_do_not_fit_say_why(kernels):
         case.run(case.caches())
 
 
+@pytest.mark.parametrize("columns", [1, 15, 48, 1003])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_probabilities_are_the_softmax(kernels, columns, temperature):
+    logits = 8 * normal(5, columns)
+    logits[1], logits[2, ::2] = -9e37, -torch.inf  # all alike, however low; ids that can never be drawn
+    logits[2, 0] = 0
+    got = kernels.probabilities(logits, temperature)
+    exact = (logits.double() / temperature).softmax(-1)
+    assert got.dtype == torch.float32 and torch.allclose(got.double(), exact, rtol=1e-5, atol=1e-9)
+    assert torch.equal(got[3:4], kernels.probabilities(logits[3:4], temperature))
+
+
 def test_argmax_of_nothing_but_nan_stays_in_the_vocabulary(kernels):
     assert kernels.argmax(torch.full((2, 48), torch.nan).bfloat16()).tolist() == [0, 0]
 

@@ -291,6 +291,43 @@ Tensor argmax(const Tensor& logits) {
   return out;
 }
 
+// ---- logits [..., V] over a temperature -> probabilities [..., V], float32
+
+Tensor probabilities(const Tensor& logits, double temperature) {
+  const Tensor rows = logits.contiguous();
+  const int64_t V = rows.size(-1), N = rows.numel() / std::max<int64_t>(V, 1);
+  TORCH_CHECK(V > 0 && temperature > 0, "no logits, or no temperature");
+  Tensor out = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
+  const __m512 scale = _mm512_set1_ps(1 / static_cast<float>(temperature));
+  at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const bf16* row = rows.const_data_ptr<bf16>() + n * V;
+      float* p = out.mutable_data_ptr<float>() + n * V;
+      __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+      for (int64_t i = 0; i < V; i += kLanes) {
+        const __mmask16 real = V - i < kLanes ? (1u << (V - i)) - 1 : 0xffff;
+        const __m256i part = _mm256_maskz_loadu_epi16(real, row + i);
+        const __m512 x = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16)), scale);
+        highest = _mm512_mask_max_ps(highest, real, highest, x);
+        _mm512_mask_storeu_ps(p + i, real, x);
+      }
+      const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
+      for (int64_t i = 0; i < V; i += kLanes) {
+        const __mmask16 real = V - i < kLanes ? (1u << (V - i)) - 1 : 0xffff;
+        const __m512 weight = Float(_mm512_sub_ps(_mm512_maskz_loadu_ps(real, p + i), most)).exp_u20();
+        total = _mm512_mask_add_ps(total, real, total, weight);
+        _mm512_mask_storeu_ps(p + i, real, weight);
+      }
+      const __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(total));
+      for (int64_t i = 0; i < V; i += kLanes) {
+        const __mmask16 real = V - i < kLanes ? (1u << (V - i)) - 1 : 0xffff;
+        _mm512_mask_storeu_ps(p + i, real, _mm512_mul_ps(_mm512_maskz_loadu_ps(real, p + i), share));
+      }
+    }
+  });
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(dspark, library) {
@@ -298,6 +335,7 @@ TORCH_LIBRARY(dspark, library) {
   library.def("add_rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)", add_rms_norm);
   library.def("silu_mul(Tensor gate_up) -> Tensor", silu_mul);
   library.def("argmax(Tensor logits) -> Tensor", argmax);
+  library.def("probabilities(Tensor logits, float temperature) -> Tensor", probabilities);
   library.def(
       "attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor positions, "
       "Tensor requests, Tensor visible, Tensor(a!) cache_k, Tensor(b!) cache_v) -> Tensor",

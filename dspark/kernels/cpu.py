@@ -14,7 +14,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 from dspark.paths import cache_dir
 
@@ -34,6 +33,13 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.ops.dspark.argmax(logits) if serves(logits) else logits.argmax(-1)
 
 
+def probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """softmax(logits [..., V] / temperature), float32 at least."""
+    if serves(logits):
+        return torch.ops.dspark.probabilities(logits, temperature)
+    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).softmax(-1)
+
+
 @functools.cache
 def available() -> bool:
     """Whether the kernels are there; compiles them (about ten seconds) where they can be."""
@@ -46,7 +52,7 @@ def available() -> bool:
         return False
     try:
         torch.ops.load_library(_compiled(compiler))
-    except (subprocess.CalledProcessError, OSError) as error:
+    except (subprocess.CalledProcessError, OSError, ImportError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
         warnings.warn(f"torch's operations serve, for {SOURCE.name} does not compile or load: {reason}", stacklevel=2)
         return False
@@ -59,6 +65,8 @@ def _compiled(compiler: str) -> Path:
     identity = "\n".join([SOURCE.read_text(), compiler, torch.__version__, *flags])
     library = cache_dir() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.exists():
+        from torch.utils import cpp_extension  # brings setuptools along
+
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
         links = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

@@ -46,7 +46,7 @@ def verify(
         choice = choice if rows is None else choice[rows.clamp_min(0)]
         hits = choice[:, :n] == drafts
     else:
-        p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).softmax(-1)
+        p = cpu.probabilities(logits, temperature)
         p = p if rows is None else p[rows.clamp_min(0)]
         drafted = p[:, :n].gather(-1, drafts[..., None])[..., 0]
         if q is not None:
