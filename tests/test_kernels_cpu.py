@@ -316,3 +316,10 @@ def test_nothing_is_left_of_no_rows_and_no_logits_are_an_error(kernels):
     assert all(torch.equal(got.nan_to_num(7), past.nan_to_num(7)) for got, past in zip(caches, case.past, strict=True))
     with pytest.raises(RuntimeError, match="no logits"):
         kernels.argmax(normal(3, 0))
+
+
+def test_another_cache_does_not_load_them_twice(kernels, monkeypatch, tmp_path):
+    """Two libraries that register the same operations abort the process."""
+    monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
+    cpu.available.cache_clear()
+    assert cpu.available() and list(tmp_path.glob("kernels-*.so")) and kernels.argmax(normal(1, 16)).shape == (1,)
