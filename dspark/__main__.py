@@ -133,7 +133,7 @@ def parser():
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     dtypes = ("auto", "float32", "bfloat16")
-    generate.add_argument("--dtype", choices=dtypes, default="auto", help="auto: bfloat16 where it is native")
+    generate.add_argument("--dtype", choices=dtypes, default="auto", help="auto: bfloat16 where it is the faster")
     generate.add_argument("--threshold", type=float, default=0.0, help="draft while confidence is above it")
     generate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     return top

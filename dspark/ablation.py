@@ -89,8 +89,10 @@ class AblationConfig:
 
     def training_of(self, arm: Arm) -> TrainConfig:
         detach = self.training.detach_confidence and arm.heads != "joint"
-        sizes = (arm.block_size,)
-        return dataclasses.replace(self.training, seed=arm.seed, block_sizes=sizes, detach_confidence=detach)
+        changes = {"seed": arm.seed, "block_sizes": (arm.block_size,), "detach_confidence": detach}
+        if self.training.dtype == "bfloat16":  # the dtype of measuring; some CPUs decode in it, and train far slower
+            changes["dtype"] = "auto"
+        return dataclasses.replace(self.training, **changes)
 
 
 def training_data(target: str, response_tokens: int) -> Path:

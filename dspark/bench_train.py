@@ -47,7 +47,7 @@ class Ours:
         """One optimiser step; returns its draft tokens. `stage(name)` books the time since the last call."""
         normaliser, tokens = float(sum(micro.weights.sum() for micro in batch)), 0
         for micro in batch:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
                 loss, log = drafter_loss(self.drafter, self.head, micro, normaliser, self.config)
             stage("forward_s")
             loss.backward()
@@ -84,12 +84,13 @@ class Speculators:
             "loss_config": resolve_loss_config(mix, "eager"), "tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0],
             "gamma": config.gamma_decay, "max_anchors": config.anchors * config.micro_batches,
         }  # fmt: skip
+        self.dtype = config.dtype
         self.optimizers = build_optimizers(self.model, TrainerConfig(lr=config.lr, num_epochs=1, save_path=""))
 
     def step(self, batch: list[MicroBatch], stage) -> int:
         rows = [micro.row for micro in batch]
         documents = torch.cat([row.starts + sum(len(r.tokens) for r in rows[:i]) for i, row in enumerate(rows)])
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bfloat16"):
             _, loss, metrics = self.model(
                 hidden_states=torch.cat([row.features for row in rows])[None],
                 input_ids=torch.cat([row.tokens for row in rows])[None],
@@ -115,7 +116,7 @@ def measure(trainer: str, data: Path, steps: int) -> dict:
     torch.set_flush_denormal(True)
     shape = PRESETS[EMBEDDED]
     config = TrainConfig(steps=steps + 1).fitted(shape)
-    target = Target.load(EMBEDDED, torch.bfloat16, "cpu", shape.target_layer_ids)
+    target = Target.load(EMBEDDED, getattr(torch, config.dtype), "cpu", shape.target_layer_ids)
     samples = load_samples(data, target)[:400]
     source = LocalSource(target, samples, cache_dir() / "hidden")
     batches = [batch for _, batch in micro_batches(source, config, 0)]

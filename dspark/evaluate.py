@@ -392,7 +392,7 @@ def hardware() -> str:
     if cpuinfo.exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         name = models[0] if models else name
-    return f"{name}, {os.cpu_count()} cores" + (", AVX512-BF16 kernels" if cpu.available() else "")
+    return f"{name}, {os.cpu_count()} cores" + (f", {cpu.build()} kernels" if cpu.available() else "")
 
 
 def available_benchmarks(folder: str) -> tuple[str, ...]:
@@ -419,7 +419,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--thinking", choices=("on", "off"), help="tell the chat template (default: its own default)")
-    parser.add_argument("--dtype", default="auto", help="auto: bfloat16 where it is native, else float32")
+    parser.add_argument("--dtype", default="auto", help="auto: bfloat16 where it is the faster, else float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--against", type=Path, help="--out of the other engine's sweep: compare every step with it")
     scheduled_help = "verify of NAME's drafts only those that pay, by their confidences and measured step costs"

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from dspark.kernels import cpu
 
-COLUMNS = 32  # outputs of a block of weights, kColumns of cpu.cpp
-
 
 class Packed:
-    """x [..., K] -> x W^T + b [..., O] for a frozen W [O, K], kept as [O/32, K/2, 32, 2] where the kernels serve."""
+    """x [..., K] -> x W^T + b [..., O] for a frozen W [O, K], kept in blocks of C outputs, [O/C, K/2, C, 2], where
+    the kernels serve."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.outputs, self.blocked, self.bias = len(weight), cpu.serves(weight), bias
         if self.blocked:
-            weight = F.pad(weight.detach(), (0, 0, 0, -len(weight) % COLUMNS))
-            weight = weight.view(-1, COLUMNS, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+            columns = torch.ops.dspark.columns()
+            weight = F.pad(weight.detach(), (0, 0, 0, -len(weight) % columns))
+            weight = weight.view(-1, columns, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:

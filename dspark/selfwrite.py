@@ -22,7 +22,7 @@ from dspark.kernels import cpu
 from dspark.paths import PROMPTS, cache_dir
 from dspark.schedule import Fixed
 from dspark.setup import has_gpu
-from dspark.target import EMBEDDED, Target, embedded_target, encode_chat, stop_ids
+from dspark.target import EMBEDDED, Target, embedded_target, encode_chat, resolve_dtype, stop_ids
 
 HELDOUT_ONE_IN = 32
 MAX_PROMPT_TOKENS = 96  # that the target adds to an opener
@@ -212,13 +212,14 @@ def main(argv: list[str]) -> None:
         "--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="of the responses, in turn; 0: greedy"
     )
     parser.add_argument("--styles", nargs="+", default=[], help="of prompts, drawn as often as named (default: all)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--seed", type=int, default=0, help="of the first worker; the next has the next")
     parser.add_argument("--writer", choices=("own", "vllm"), help="engine (default: own where its CPU kernels serve)")
     parser.add_argument("--workers", type=int, help="processes (default: one; of vLLM on a CPU one a core)")
     parser.add_argument("--out", type=Path, help="folder of the JSONL files, one a worker (default: in the cache)")
     args = parser.parse_args(argv)
-    served = not has_gpu() and args.dtype == "bfloat16" and cpu.available()
+    dtype = resolve_dtype(args.dtype)
+    served = not has_gpu() and dtype == torch.bfloat16 and cpu.available()
     chosen = args.writer or ("own" if served else "vllm")
     workers = args.workers or (1 if has_gpu() or chosen == "own" else os.cpu_count())
     share = -(-args.response_tokens // workers)
@@ -227,9 +228,11 @@ def main(argv: list[str]) -> None:
         return
     path = (args.out or data_folder()) / f"{args.target.replace('/', '--')}-seed{args.seed}.jsonl"
     if chosen == "own":
-        writer = OwnWriter(Target.load(args.target, getattr(torch, args.dtype)))
+        writer = OwnWriter(Target.load(args.target, dtype))
     else:
-        writer = VllmWriter(args.target, args.dtype, MAX_PROMPT_TOKENS + 128 + args.max_new_tokens)
+        writer = VllmWriter(
+            args.target, str(dtype).removeprefix("torch."), MAX_PROMPT_TOKENS + 128 + args.max_new_tokens
+        )
     drawn = tuple(args.temperatures), tuple(args.styles)
     self_write(writer, path, share, args.batch, args.seed, args.max_new_tokens, *drawn)
     print(path)

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from dspark.config import PRESETS
 from dspark.paths import ROOT
+from dspark.target import resolve_dtype
 
 STARTUP = 3600.0  # seconds that a verifier may take to become healthy, at first and when it is started again
 TRAINER_GRACE = 40.0  # torchrun gives its ranks 30 s to end, then kills them
@@ -61,7 +62,15 @@ KIMI = Profile(
     max_num_seqs=16, row_tokens=20000,
 )  # fmt: skip
 PROFILES = {
-    "cpu": Profile("smollm2-135m", trainers=2, row_tokens=1024, anchors=96, micro_batches=4, budget=256 << 20),
+    "cpu": Profile(
+        "smollm2-135m",
+        trainers=2,
+        row_tokens=1024,
+        anchors=96,
+        micro_batches=4,
+        budget=256 << 20,
+        dtype=str(resolve_dtype("auto", training=True)).removeprefix("torch."),
+    ),  # fmt: skip
     "h200x8": Profile("qwen3-8b", trainers=6, gpus=8, tensor_parallel=2, max_model_len=4096, micro_batches=48),
     "kimi-k2.6": KIMI,
     "kimi-k2.7-code": replace(KIMI, preset="kimi-k2.7-code"),

@@ -30,10 +30,11 @@ from dspark.decode import heldout_tau
 from dspark.drafter import DSparkDrafter, vocabulary_maps
 from dspark.eagle3 import Eagle3Config
 from dspark.losses import acceptance_loss, accepted_length, confidence_loss
+from dspark.muon import Float32Muon
 from dspark.paths import cache_dir
 from dspark.selfwrite import data_folder, written_files
 from dspark.source import LocalSource, digest_of
-from dspark.target import EMBEDDED, Target
+from dspark.target import EMBEDDED, Target, resolve_dtype
 from dspark.target_ends import TargetEnds
 
 CHAIN = 8  # drafts a block of a drafter that chains any number
@@ -60,7 +61,7 @@ class TrainConfig:
     kl_weight: float = 0.5
     confidence_weight: float = 1.0
     detach_confidence: bool = True  # whether the confidence loss may train the backbone is unsettled in the field
-    dtype: str = "bfloat16"  # of the products; weights and optimiser state are float32
+    dtype: str = "auto"  # of the products (auto: the faster here); weights and optimiser state are float32
     seed: int = 0
     save_every: int = 100
     heldout_every: int = 500
@@ -72,8 +73,9 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig.{name} = {getattr(self, name)}: must be at least 1")
         if self.matrix_optimizer not in ("muon", "adamw"):
             raise ValueError(f"TrainConfig.matrix_optimizer = {self.matrix_optimizer!r}: muon or adamw")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"TrainConfig.dtype = {self.dtype!r}: float32 or bfloat16")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"TrainConfig.dtype = {self.dtype!r}: auto, float32 or bfloat16")
+        object.__setattr__(self, "dtype", str(resolve_dtype(self.dtype, training=True)).removeprefix("torch."))
         for name in ("clip", "gamma_decay"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"TrainConfig.{name} = {getattr(self, name)}: must be positive")
@@ -154,7 +156,8 @@ def optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[torch.optim.
     chosen = {id(p) for p in matrices}
     rest = [p for p in drafter.parameters() if p.requires_grad and id(p) not in chosen]
     adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
-    muon = partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    muon = Float32Muon if config.dtype == "float32" else torch.optim.Muon
+    muon = partial(muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     of_matrices = muon if config.matrix_optimizer == "muon" else adamw
     return [of_matrices(matrices, lr=config.muon_lr), adamw(rest, lr=config.lr)]
 

@@ -297,8 +297,35 @@ def test_probabilities_are_the_softmax(kernels, columns, temperature):
     assert torch.equal(got[3:4], kernels.probabilities(logits[3:4], temperature))
 
 
-def test_argmax_of_nothing_but_nan_stays_in_the_vocabulary(kernels):
-    assert kernels.argmax(torch.full((2, 48), torch.nan).bfloat16()).tolist() == [0, 0]
+def test_probabilities_are_the_same_in_threads_that_flush_subnormal_numbers(kernels):
+    """Training sets that mode, for its own thread only, and the worker threads computed the other rows."""
+    logits = 8 * normal(5, 1003)
+    wanted = kernels.probabilities(logits, 0.3)
+    assert torch.equal(torch.cat([kernels.probabilities(row, 0.3) for row in logits.split(1)]), wanted)
+    assert 0 < wanted[wanted > 0].min() < 1e-25
+    torch.set_flush_denormal(True)
+    try:
+        alone = [kernels.probabilities(row, 0.3) for row in logits.split(1)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(torch.cat(alone), wanted)
+
+
+@pytest.mark.parametrize("at", [0, 47, 49])
+def test_argmax_beside_nan_stays_in_the_vocabulary(kernels, at):
+    logits = torch.stack([torch.full((50,), torch.nan), torch.arange(50.0)]).bfloat16()
+    logits[1, at] = torch.nan
+    assert all(0 <= token < 50 for token in kernels.argmax(logits).tolist())
+
+
+@pytest.mark.parametrize("index, value, reason", [
+    (0, -1, "stands before the first place"), (1, -1, "a request has no row"), (2, 0, "or sees none"),
+])  # fmt: skip
+def test_attend_refuses_indices_below_the_first(kernels, index, value, reason):
+    case = Case(64)
+    (case.positions, case.requests, case.visible)[index][4] = value
+    with pytest.raises(RuntimeError, match=reason):
+        case.run(case.caches())
 
 
 @pytest.mark.parametrize("rows, width, caches", [(8, 12 * 64, 3), (9, 12 * 64 + 32, 3), (9, 8 * 64, 3)])
@@ -314,8 +341,15 @@ def test_nothing_is_left_of_no_rows_and_no_logits_are_an_error(kernels):
     caches = case.caches()
     assert case.run(caches).shape == (0, 6 * 64)
     assert all(torch.equal(got.nan_to_num(7), past.nan_to_num(7)) for got, past in zip(caches, case.past, strict=True))
-    with pytest.raises(RuntimeError, match="no logits"):
-        kernels.argmax(normal(3, 0))
+    for nothing in (kernels.argmax, lambda logits: kernels.probabilities(logits, 1.0)):
+        with pytest.raises(RuntimeError, match="no logits"):
+            nothing(normal(3, 0))
+    with pytest.raises(RuntimeError, match="x has 0 columns, the weight takes 0"):
+        kernels.linear(normal(3, 0), torch.zeros(1, 0, kernels.columns(), 2).bfloat16(), 1)
+    with pytest.raises(RuntimeError, match="rows of 0, a weight of 0"):
+        kernels.add_rms_norm(normal(3, 0), None, normal(0), EPS)
+    with pytest.raises(RuntimeError, match="gates of 0"):
+        kernels.silu_mul(normal(3, 0))
 
 
 def test_another_cache_does_not_load_them_twice(kernels, monkeypatch, tmp_path):

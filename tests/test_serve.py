@@ -185,7 +185,7 @@ def test_the_trainers_command_is_one_that_train_takes(monkeypatch):
         train.main(argv[argv.index("train") + 1 :])
         name, shape, config, _, _, streamed, *_ = seen[-1]
         assert name == shape.target == PRESETS[profile.preset].target
-        assert (config.row_tokens, config.anchors, config.dtype) == (profile.row_tokens, profile.anchors, "bfloat16")
+        assert (config.row_tokens, config.anchors, config.dtype) == (profile.row_tokens, profile.anchors, profile.dtype)
         assert config.block_sizes == (shape.max_draft_tokens,)
         assert streamed["verifier"] == "http://127.0.0.1:8000"
 

@@ -17,6 +17,7 @@ from dspark.config import PRESETS
 from dspark.data import Sample
 from dspark.decode import answer
 from dspark.losses import position_weights
+from dspark.muon import Float32Muon, orthogonal
 from dspark.source import LocalSource
 from dspark.train import (
     TrainConfig,
@@ -261,6 +262,24 @@ def test_both_optimizers_follow_the_schedule(lively, samples, tmp_path):
     muon, adamw = ({id(p) for p in o.param_groups[0]["params"]} for o in run.optimizers)
     assert not muon & adamw and muon | adamw == {id(p) for p in run.drafter.parameters() if p.requires_grad}
     assert id(run.drafter.fc.weight) in muon and id(run.drafter.markov_head.markov_w1.weight) in adamw
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
+def test_muon_in_float32_makes_the_steps_that_torchs_makes_in_bfloat16(shape):
+    begun = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    mine, theirs = (torch.nn.Parameter(begun.clone()) for _ in range(2))
+    options = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    both = Float32Muon([mine], **options), torch.optim.Muon([theirs], **options)
+    for seed in range(1, 4):
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for p, optimizer in zip((mine, theirs), both, strict=True):
+            p.grad = gradient.clone()
+            optimizer.step()
+        assert torch.equal(*(o.state[p]["momentum_buffer"] for o, p in zip(both, (mine, theirs), strict=True)))
+    mine, theirs = mine.detach(), theirs.detach()
+    assert float((mine - theirs).norm() / (mine - begun).norm()) < 0.02
+    direction = orthogonal(begun, both[0].param_groups[0]["ns_coefficients"], 5, 1e-7)
+    assert 0.5 < float(torch.linalg.svdvals(direction).min()) and float(torch.linalg.svdvals(direction).max()) < 1.3
 
 
 # ---- the log (pitfalls 22, 24)
@@ -533,7 +552,7 @@ def test_settings_below_one_are_refused(name, value):
     [("dtype", "float16"), ("gamma_decay", 0.0), ("gamma_decay", -4.0), ("clip", 0.0), ("clip", math.nan)],
 )
 def test_settings_that_cannot_train_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"TrainConfig.{name} = {value!r}: (must be positive|float32 or bfloat16)"):
+    with pytest.raises(ValueError, match=f"TrainConfig.{name} = {value!r}: (must be positive|auto, float32 or)"):
         TrainConfig(**{name: value})
 
 

@@ -1,4 +1,4 @@
-// The few-row operations of decoding on a CPU with AVX512-BF16, which dspark/kernels/cpu.py compiles.
+// The few-row operations of decoding on a CPU, which dspark/kernels/cpu.py compiles: for AVX512-BF16, or for AVX2.
 //
 // Every row is computed alike however many rows stand beside it: one order of sums, one rounding. So verifying a token
 // gives bit for bit what decoding it alone gives. Sums are float32; what leaves an operation is rounded once.
@@ -10,8 +10,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -19,21 +21,33 @@ namespace {
 using at::Tensor;
 using bf16 = at::BFloat16;
 using Float = at::vec::Vectorized<float>;
-constexpr int64_t kLanes = 16;
-constexpr int64_t kColumns = 32;  // outputs of one block of weights: two registers
-constexpr int64_t kRows = 12;     // rows that share one reading of a block: 24 accumulators of 32 registers
+constexpr int64_t kLanes = Float::size();  // 16, or 8 with AVX2
 
-__m512 load(const bf16* at) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 16));
+Float load(const bf16* at) {
+  Float x;
+  at::vec::load_fp32_from_bf16(at, x);
+  return x;
 }
 
-void store(bf16* at, __m512 x) {
+Float load(const bf16* at, int64_t count) {  // the lanes from count on are 0
+  if (count >= kLanes) return load(at);
+  bf16 part[kLanes] = {};
+  std::copy_n(at, count, part);
+  return load(part);
+}
+
+#ifdef CPU_CAPABILITY_AVX512
+
+void store(bf16* at, Float x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh(x));
 }
 
-// ---- x [N, K] times a block of weights [K/2, 32, 2] -> [N, 32]
+// ---- AVX512-BF16: products of pairs
 
+constexpr int64_t kColumns = 32;  // outputs of one block of weights: two registers
+constexpr int64_t kRows = 12;     // rows that share one reading of a block: 24 accumulators of 32 registers
+
+// x [N, K] times a block of weights [K/2, 32, 2] -> [N, 32]
 template <int N>
 void multiply(const bf16* x, const bf16* w, int64_t K, float* out) {
   __m512 sum[N][2];  // in registers, for which gcc has to unroll the loops over it early
@@ -61,102 +75,19 @@ using Multiply = void (*)(const bf16*, const bf16*, int64_t, float*);
 constexpr Multiply kMultiply[kRows] = {multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,
                                        multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>};
 
-// x [..., K], weight [blocks, K/2, 32, 2] -> [..., O]
-Tensor linear(const Tensor& x, const Tensor& weight, int64_t O) {
-  const Tensor rows = x.contiguous();
-  const int64_t K = 2 * weight.size(1), N = rows.numel() / K;
-  TORCH_CHECK(x.size(-1) == K, "x has ", x.size(-1), " columns, the weight takes ", K);
-  auto shape = x.sizes().vec();
-  shape.back() = O;
-  Tensor out = at::empty(shape, x.options());
-  const bf16 *from = rows.const_data_ptr<bf16>(), *w = weight.const_data_ptr<bf16>();
-  bf16* to = out.mutable_data_ptr<bf16>();
-  at::parallel_for(0, weight.size(0), 1, [&](int64_t begin, int64_t end) {
-    float tile[kRows * kColumns];
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t width = std::min(kColumns, O - block * kColumns);
-      for (int64_t n = 0; n < N; n += kRows) {
-        const int64_t count = std::min(kRows, N - n);
-        kMultiply[count - 1](from + n * K, w + block * K * kColumns, K, tile);
-        for (int64_t i = 0; i < count; ++i)
-          at::vec::convert(tile + i * kColumns, to + (n + i) * O + block * kColumns, width);
-      }
-    }
-  });
-  return out;
-}
-
-// ---- what lies between the products
-
-// x [H] (+ delta [H], left in total) -> its RMS norm
-void norm_row(const bf16* x, const bf16* delta, bf16* total, const bf16* weight, int64_t H, double eps, bf16* out) {
-  __m512 squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < H; i += kLanes) {
-    __m512 part = load(x + i);
-    if (delta) {
-      store(total + i, _mm512_add_ps(part, load(delta + i)));
-      part = load(total + i);  // what later layers add to is the rounded sum
-    }
-    squares = _mm512_fmadd_ps(part, part, squares);
-  }
-  const __m512 scale = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / H + static_cast<float>(eps)));
-  const bf16* from = delta ? total : x;
-  for (int64_t i = 0; i < H; i += kLanes)
-    store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(from + i), scale), load(weight + i)));
-}
-
-// x [..., H], delta [..., H], weight [H] -> x + delta, its RMS norm; without delta x itself
-std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const std::optional<Tensor>& delta, const Tensor& weight,
-                                        double eps) {
-  const Tensor rows = x.contiguous(), added = delta ? delta->contiguous() : rows;
-  const int64_t H = weight.numel(), N = rows.numel() / H;
-  TORCH_CHECK(H % kLanes == 0 && x.size(-1) == H, "rows of ", x.size(-1), ", a weight of ", H, ": a multiple of 16 fits");
-  TORCH_CHECK(added.sizes() == x.sizes(), "x and what is added to it have different shapes");
-  Tensor total = delta ? at::empty_like(rows) : rows, out = at::empty_like(rows);
-  const bf16 *from = rows.const_data_ptr<bf16>(), *add = delta ? added.const_data_ptr<bf16>() : nullptr;
-  bf16 *sum = delta ? total.mutable_data_ptr<bf16>() : nullptr, *to = out.mutable_data_ptr<bf16>();
-  for (int64_t i = 0; i < N * H; i += H)
-    norm_row(from + i, add ? add + i : nullptr, sum ? sum + i : nullptr, weight.const_data_ptr<bf16>(), H, eps, to + i);
-  return {total, out};
-}
-
-// gate and up side by side [..., 2I] -> silu(gate) * up [..., I]
-Tensor silu_mul(const Tensor& gate_up) {
-  const int64_t I = gate_up.size(-1) / 2, N = gate_up.numel() / (2 * I);
-  TORCH_CHECK(I % kLanes == 0 && gate_up.is_contiguous(), "gates of ", I, ": a multiple of 16, contiguous, is needed");
-  auto shape = gate_up.sizes().vec();
-  shape.back() = I;
-  Tensor out = at::empty(shape, gate_up.options());
-  const bf16* from = gate_up.const_data_ptr<bf16>();
-  bf16* to = out.mutable_data_ptr<bf16>();
-  at::parallel_for(0, N * I / kLanes, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t part = begin; part < end; ++part) {
-      const int64_t n = part * kLanes / I, i = part * kLanes % I;
-      const __m512 gate = load(from + 2 * n * I + i), up = load(from + (2 * n + 1) * I + i);
-      const __m512 falls = Float(_mm512_sub_ps(_mm512_setzero_ps(), gate)).exp_u20();
-      store(to + n * I + i, _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1), falls)), up));
-    }
-  });
-  return out;
-}
-
-// ---- attention of rows, each at its own place of its own request
-
-struct Rotary {
-  const float *cos, *sin;  // of one position, [d]
-  int64_t d;
-
-  // half-split pairs (Llama, Qwen); x and out may be the same
-  void turn(const bf16* x, bf16* out) const {
-    for (int64_t i = 0; i < d / 2; i += kLanes) {
-      const __m512 a = load(x + i), b = load(x + d / 2 + i);
-      const __m512 first = _mm512_fmsub_ps(a, _mm512_loadu_ps(cos + i), _mm512_mul_ps(b, _mm512_loadu_ps(sin + i)));
-      const __m512 second = _mm512_fmadd_ps(b, _mm512_loadu_ps(cos + d / 2 + i), _mm512_mul_ps(a, _mm512_loadu_ps(sin + d / 2 + i)));
-      store(out + i, first);
-      store(out + d / 2 + i, second);
+// x [N, K], weights from block `begin` to block `end` -> their columns of out [N, O]
+void products(const bf16* x, const bf16* w, int64_t N, int64_t K, int64_t O, int64_t begin, int64_t end, bf16* out) {
+  float tile[kRows * kColumns];
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t width = std::min(kColumns, O - block * kColumns);
+    for (int64_t n = 0; n < N; n += kRows) {
+      const int64_t count = std::min(kRows, N - n);
+      kMultiply[count - 1](x + n * K, w + block * K * kColumns, K, tile);
+      for (int64_t i = 0; i < count; ++i)
+        at::vec::convert(tile + i * kColumns, out + (n + i) * O + block * kColumns, width);
     }
   }
-};
+}
 
 // 16 registers -> the sum of each, in order
 __m512 sums(const __m512 (&x)[kLanes]) {
@@ -175,46 +106,237 @@ __m512 sums(const __m512 (&x)[kLanes]) {
   return halves(halves(four[0], four[1]), halves(four[2], four[3]));
 }
 
-// q [d] over keys and values [L, d], their rows `step` apart -> out [d]; scores: room for L, rounded up to 16
-template <int Parts>  // d / 32
-void attend_row(const bf16* q, const bf16* keys, const bf16* values, int64_t step, int64_t L, float* scores, bf16* out) {
-  constexpr int64_t d = 32 * Parts;
-  __m512bh query[Parts];
-  for (int p = 0; p < Parts; ++p) query[p] = (__m512bh)_mm512_loadu_si512(q + 32 * p);
-  const __m512 scale = _mm512_set1_ps(1 / std::sqrt(static_cast<float>(d))), never = _mm512_set1_ps(-INFINITY);
-  __m512 highest = never;
+// q [d] times keys [L, d], their rows `step` apart -> scores [L rounded up to 16], those beyond L of some key
+template <int d>
+void score(const bf16* q, const bf16* keys, int64_t step, int64_t L, float* scores) {
+  constexpr int parts = d / 32;
+  __m512bh query[parts];
+  for (int p = 0; p < parts; ++p) query[p] = (__m512bh)_mm512_loadu_si512(q + 32 * p);
   for (int64_t t = 0; t < L; t += kLanes) {
-    __m512 products[kLanes];
+    __m512 dots[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       const bf16* key = keys + std::min(t + i, L - 1) * step;
-      products[i] = _mm512_setzero_ps();
+      dots[i] = _mm512_setzero_ps();
 #pragma GCC unroll 4
-      for (int p = 0; p < Parts; ++p)
-        products[i] = _mm512_dpbf16_ps(products[i], query[p], (__m512bh)_mm512_loadu_si512(key + 32 * p));
+      for (int p = 0; p < parts; ++p)
+        dots[i] = _mm512_dpbf16_ps(dots[i], query[p], (__m512bh)_mm512_loadu_si512(key + 32 * p));
     }
-    const __mmask16 real = L - t < kLanes ? (1u << (L - t)) - 1 : 0xffff;
-    const __m512 score = _mm512_mask_mov_ps(never, real, _mm512_mul_ps(sums(products), scale));
-    highest = _mm512_max_ps(highest, score);
-    _mm512_storeu_ps(scores + t, score);
+    _mm512_storeu_ps(scores + t, sums(dots));
   }
-  const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
-  __m512 weights = _mm512_setzero_ps();
+}
+
+#else
+
+void store(bf16* at, Float x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(at), at::vec::cvtfp32_bf16(__m256(x)));
+}
+
+// ---- AVX2: products in float32 of weights that are bfloat16 in memory
+
+constexpr int64_t kColumns = 8;  // outputs of one block of weights: one register
+constexpr int64_t kRows = 12;    // rows that share one reading of a block: 12 accumulators of 16 registers
+
+// x [K/2, N, 2] times C blocks of weights, each [K/2, 8, 2] -> [C, N, 8]. How many blocks go together changes no sum:
+// few rows take several, so that one addition need not wait for the one before.
+template <int N, int C>
+void multiply(const float* x, const bf16* w, int64_t K, float* out) {
+  __m256 sum[N][C];
+#pragma GCC unroll 12
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) sum[n][c] = _mm256_setzero_ps();
+  const __m256i upper = _mm256_set1_epi32(0xffff0000);
+  for (int64_t k = 0; k < K; k += 2, x += 2 * N, w += 2 * kColumns) {
+    __m256 even[C], odd[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      const auto* at = reinterpret_cast<const __m256i*>(w + c * K * kColumns);
+      _mm_prefetch(reinterpret_cast<const char*>(at + 16), _MM_HINT_T0);
+      const __m256i pairs = _mm256_loadu_si256(at);
+      even[c] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+      odd[c] = _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
+    }
+#pragma GCC unroll 12
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sum[n][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 2 * n), even[c], sum[n][c]);
+#pragma GCC unroll 12
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sum[n][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 2 * n + 1), odd[c], sum[n][c]);
+  }
+#pragma GCC unroll 12
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) _mm256_storeu_ps(out + (c * N + n) * kColumns, sum[n][c]);
+}
+
+using Multiply = void (*)(const float*, const bf16*, int64_t, float*);
+constexpr int64_t together(int64_t rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+template <int... N>
+constexpr std::array<std::array<Multiply, 2>, kRows> kernels(std::integer_sequence<int, N...>) {
+  return {{{multiply<N + 1, 1>, multiply<N + 1, together(N + 1)>}...}};
+}
+constexpr auto kMultiply = kernels(std::make_integer_sequence<int, kRows>());  // one block, or together(N) of them
+
+// x [N, K], weights from block `begin` to block `end` -> their columns of out [N, O]
+void products(const bf16* x, const bf16* w, int64_t N, int64_t K, int64_t O, int64_t begin, int64_t end, bf16* out) {
+  std::vector<float> row(K), pairs(kRows * K);
+  float tile[kRows * kColumns];
+  for (int64_t n = 0; n < N; n += kRows) {
+    const int64_t count = std::min(kRows, N - n);
+    for (int64_t i = 0; i < count; ++i) {
+      at::vec::convert(x + (n + i) * K, row.data(), K);
+      for (int64_t k = 0; k < K; k += 2) std::copy_n(&row[k], 2, &pairs[k * count + 2 * i]);
+    }
+    for (int64_t block = begin, step; block < end; block += step) {
+      step = end - block < together(count) ? 1 : together(count);
+      kMultiply[count - 1][step > 1](pairs.data(), w + block * K * kColumns, K, tile);
+      for (int64_t i = 0; i < step * count; ++i) {
+        const int64_t column = (block + i / count) * kColumns;
+        bf16* to = out + (n + i % count) * O + column;
+        const Float sum = Float::loadu(tile + i * kColumns);
+        if (O - column >= kColumns) store(to, sum);
+        else at::vec::convert(tile + i * kColumns, to, O - column);
+      }
+    }
+  }
+}
+
+// q [d] times keys [L, d], their rows `step` apart -> scores [L]
+template <int d>
+void score(const bf16* q, const bf16* keys, int64_t step, int64_t L, float* scores) {
+  float query[d];
+  at::vec::convert(q, query, d);
+  for (int64_t t = 0; t < L; ++t, keys += step) {
+    Float dot[2] = {0, 0};
+#pragma GCC unroll 16
+    for (int i = 0; i < d; i += kLanes)
+      dot[i / kLanes % 2] = at::vec::fmadd(Float::loadu(query + i), load(keys + i), dot[i / kLanes % 2]);
+    scores[t] = (dot[0] + dot[1]).reduce_add();
+  }
+}
+
+#endif
+
+// ---- the operations
+
+// x [..., K], weight [blocks, K/2, kColumns, 2] -> [..., O]
+Tensor linear(const Tensor& x, const Tensor& weight, int64_t O) {
+  const Tensor rows = x.contiguous();
+  const int64_t K = 2 * weight.size(1);
+  TORCH_CHECK(K > 0 && x.size(-1) == K, "x has ", x.size(-1), " columns, the weight takes ", K);
+  const int64_t N = rows.numel() / K;
+  auto shape = x.sizes().vec();
+  shape.back() = O;
+  Tensor out = at::empty(shape, x.options());
+  const bf16 *from = rows.const_data_ptr<bf16>(), *w = weight.const_data_ptr<bf16>();
+  bf16* to = out.mutable_data_ptr<bf16>();
+  at::parallel_for(0, weight.size(0), 1,
+                   [&](int64_t begin, int64_t end) { products(from, w, N, K, O, begin, end, to); });
+  return out;
+}
+
+// x [H] (+ delta [H], left in total) -> its RMS norm
+void norm_row(const bf16* x, const bf16* delta, bf16* total, const bf16* weight, int64_t H, double eps, bf16* out) {
+  Float squares(0);
+  for (int64_t i = 0; i < H; i += kLanes) {
+    Float part = load(x + i);
+    if (delta) {
+      store(total + i, part + load(delta + i));
+      part = load(total + i);  // what later layers add to is the rounded sum
+    }
+    squares = at::vec::fmadd(part, part, squares);
+  }
+  const Float scale(1 / std::sqrt(squares.reduce_add() / H + static_cast<float>(eps)));
+  const bf16* from = delta ? total : x;
+  for (int64_t i = 0; i < H; i += kLanes) store(out + i, load(from + i) * scale * load(weight + i));
+}
+
+// x [..., H], delta [..., H], weight [H] -> x + delta, its RMS norm; without delta x itself
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const std::optional<Tensor>& delta, const Tensor& weight,
+                                        double eps) {
+  const Tensor rows = x.contiguous(), added = delta ? delta->contiguous() : rows;
+  const int64_t H = weight.numel();
+  TORCH_CHECK(H > 0 && H % 16 == 0 && x.size(-1) == H, "rows of ", x.size(-1), ", a weight of ", H,
+              ": a multiple of 16 fits");
+  TORCH_CHECK(added.sizes() == x.sizes(), "x and what is added to it have different shapes");
+  Tensor total = delta ? at::empty_like(rows) : rows, out = at::empty_like(rows);
+  const bf16 *from = rows.const_data_ptr<bf16>(), *add = delta ? added.const_data_ptr<bf16>() : nullptr;
+  bf16 *sum = delta ? total.mutable_data_ptr<bf16>() : nullptr, *to = out.mutable_data_ptr<bf16>();
+  for (int64_t i = 0; i < rows.numel(); i += H)
+    norm_row(from + i, add ? add + i : nullptr, sum ? sum + i : nullptr, weight.const_data_ptr<bf16>(), H, eps, to + i);
+  return {total, out};
+}
+
+// gate and up side by side [..., 2I] -> silu(gate) * up [..., I]
+Tensor silu_mul(const Tensor& gate_up) {
+  const int64_t I = gate_up.size(-1) / 2;
+  TORCH_CHECK(I > 0 && I % 16 == 0 && gate_up.is_contiguous(), "gates of ", I, ": a multiple of 16, contiguous, is needed");
+  auto shape = gate_up.sizes().vec();
+  shape.back() = I;
+  Tensor out = at::empty(shape, gate_up.options());
+  const bf16* from = gate_up.const_data_ptr<bf16>();
+  bf16* to = out.mutable_data_ptr<bf16>();
+  at::parallel_for(0, out.numel() / kLanes, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t n = part * kLanes / I, i = part * kLanes % I;
+      const Float gate = load(from + 2 * n * I + i), up = load(from + (2 * n + 1) * I + i);
+      store(to + n * I + i, gate / (Float(1) + gate.neg().exp_u20()) * up);
+    }
+  });
+  return out;
+}
+
+// ---- attention of rows, each at its own place of its own request
+
+struct Rotary {
+  const float *cos, *sin;  // of one position, [d]
+  int64_t d;
+
+  // half-split pairs (Llama, Qwen); x and out may be the same
+  void turn(const bf16* x, bf16* out) const {
+    const auto at = [](const float* table, int64_t i) { return Float::loadu(table + i); };
+    for (int64_t i = 0, j = d / 2; i < d / 2; i += kLanes, j += kLanes) {
+      const Float a = load(x + i), b = load(x + j);
+      store(out + i, at::vec::fmsub(a, at(cos, i), b * at(sin, i)));
+      store(out + j, at::vec::fmadd(b, at(cos, j), a * at(sin, j)));
+    }
+  }
+};
+
+// q [d] over keys and values [L, d], their rows `step` apart -> out [d]; scores: room for L, rounded up to 16
+template <int d>
+void attend_row(const bf16* q, const bf16* keys, const bf16* values, int64_t step, int64_t L, float* scores, bf16* out) {
+  score<d>(q, keys, step, L, scores);
+  std::fill(scores + L, scores + (L + 15) / 16 * 16, -INFINITY);
+  const Float scale(1 / std::sqrt(static_cast<float>(d)));
+  Float highest(-INFINITY), weights(0);
   for (int64_t t = 0; t < L; t += kLanes) {
-    const __m512 weight = Float(_mm512_sub_ps(_mm512_loadu_ps(scores + t), most)).exp_u20();  // of -inf it is 0
-    weights = _mm512_add_ps(weights, weight);
-    _mm512_storeu_ps(scores + t, weight);
+    const Float scaled = Float::loadu(scores + t) * scale;
+    highest = at::vec::maximum(highest, scaled);
+    scaled.store(scores + t);
   }
-  __m512 sum[2 * Parts];
+  const Float most(highest.reduce_max());
+  for (int64_t t = 0; t < L; t += kLanes) {
+    const Float weight = (Float::loadu(scores + t) - most).exp_u20();  // of -inf it is 0
+    weights = weights + weight;
+    weight.store(scores + t);
+  }
+  const Float share(1 / weights.reduce_add());
+  constexpr int width = std::min<int>(d, 8 * kLanes);  // of values at a time: 8 accumulators
+  for (int start = 0; start < d; start += width) {
+    Float sum[width / kLanes];
 #pragma GCC unroll 8
-  for (int p = 0; p < 2 * Parts; ++p) sum[p] = _mm512_setzero_ps();
-  for (int64_t t = 0; t < L; ++t)
+    for (int p = 0; p < width / kLanes; ++p) sum[p] = Float(0);
+    for (int64_t t = 0; t < L; ++t)
 #pragma GCC unroll 8
-    for (int p = 0; p < 2 * Parts; ++p)
-      sum[p] = _mm512_fmadd_ps(_mm512_set1_ps(scores[t]), load(values + t * step + kLanes * p), sum[p]);
-  const __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(weights));
+      for (int p = 0; p < width / kLanes; ++p)
+        sum[p] = at::vec::fmadd(Float(scores[t]), load(values + t * step + start + kLanes * p), sum[p]);
 #pragma GCC unroll 8
-  for (int p = 0; p < 2 * Parts; ++p) store(out + kLanes * p, _mm512_mul_ps(sum[p], share));
+    for (int p = 0; p < width / kLanes; ++p) store(out + start + kLanes * p, sum[p] * share);
+  }
 }
 
 // qkv [N, (h + 2g) d] of rows at `positions` [N] of `requests` [N]: turns queries and keys (normed first, where q_norm
@@ -229,7 +351,7 @@ Tensor attend(const Tensor& qkv, const std::optional<Tensor>& q_norm, const std:
   TORCH_CHECK(requests.numel() == N && visible.numel() == N, "one request and one visible length a row");
   TORCH_CHECK(qkv.is_contiguous() && cache_k.stride(3) == 1 && cos.is_contiguous() && sin.is_contiguous());
   TORCH_CHECK(cache_k.strides() == cache_v.strides(), "keys and values lie differently");
-  const auto attend_one = d == 64 ? attend_row<2> : attend_row<4>;
+  const auto attend_one = d == 64 ? attend_row<64> : attend_row<128>;
   Tensor turned = at::empty({N, h * d}, qkv.options()), out = at::empty({N, h * d}, qkv.options());
   if (!N) return out;
   const bf16* from = qkv.const_data_ptr<bf16>();
@@ -238,9 +360,12 @@ Tensor attend(const Tensor& qkv, const std::optional<Tensor>& q_norm, const std:
   const Tensor where[] = {positions.contiguous(), requests.contiguous(), visible.contiguous()};
   const int64_t *at = where[0].const_data_ptr<int64_t>(), *request = where[1].const_data_ptr<int64_t>();
   const int64_t* sees = where[2].const_data_ptr<int64_t>();
-  const int64_t most = *std::max_element(sees, sees + N), last = *std::max_element(at, at + N);
-  TORCH_CHECK(*std::max_element(request, request + N) < cache_k.size(0), "a request has no row in the cache");
-  TORCH_CHECK(most <= cache_k.size(2) && last < cache_k.size(2) && last < cos.size(0), "the cache is too short");
+  const auto [least_request, most_request] = std::minmax_element(request, request + N);
+  const auto [first, last] = std::minmax_element(at, at + N);
+  const auto [fewest, most] = std::minmax_element(sees, sees + N);
+  TORCH_CHECK(*least_request >= 0 && *most_request < cache_k.size(0), "a request has no row in the cache");
+  TORCH_CHECK(*first >= 0 && (!h || *fewest > 0), "a row stands before the first place, or sees none");
+  TORCH_CHECK(std::max(*most, *last + 1) <= cache_k.size(2) && *last < cos.size(0), "the cache is too short");
   const auto place = [&](const Tensor& cache, int64_t b, int64_t head, int64_t t) {
     return b * cache.stride(0) + head * cache.stride(1) + t * cache.stride(2);
   };
@@ -258,7 +383,7 @@ Tensor attend(const Tensor& qkv, const std::optional<Tensor>& q_norm, const std:
       std::memcpy(vs + place(cache_v, request[n], head, at[n]), from + (n * (h + 2 * g) + h + g + head) * d, 2 * d);
   }
   at::parallel_for(0, N * h, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scores(most + kLanes);
+    std::vector<float> scores(*most + 16);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t n = i / h, head = i % h / (h / g);
       attend_one(queries + i * d, ks + place(cache_k, request[n], head, 0), vs + place(cache_v, request[n], head, 0),
@@ -268,7 +393,7 @@ Tensor attend(const Tensor& qkv, const std::optional<Tensor>& q_norm, const std:
   return out;
 }
 
-// ---- the best token: logits [..., V] -> the first of the highest [...]
+// ---- the best token: logits [..., V] -> the first of the highest [...]; some token where one is NaN
 
 Tensor argmax(const Tensor& logits) {
   const Tensor rows = logits.contiguous();
@@ -279,13 +404,12 @@ Tensor argmax(const Tensor& logits) {
   at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const bf16* row = rows.const_data_ptr<bf16>() + n * V;
-      __m512 highest = _mm512_set1_ps(-INFINITY);
-      const int64_t whole = V - V % kLanes;
-      for (int64_t i = 0; i < whole; i += kLanes) highest = _mm512_max_ps(highest, load(row + i));
-      float most = _mm512_reduce_max_ps(highest);
-      for (int64_t i = whole; i < V; ++i) most = std::max(most, static_cast<float>(row[i]));
-      const bf16* found = std::find(row, row + V, bf16(most));
-      to[n] = found == row + V ? 0 : found - row;  // nothing equals NaN
+      Float highest(-INFINITY);
+      int64_t i = 0;
+      for (; i + kLanes <= V; i += kLanes) highest = at::vec::maximum(highest, load(row + i));
+      if (i < V) highest = at::vec::maximum(highest, Float::set(highest, load(row + i, V - i), V - i));
+      const bf16* found = std::find(row, row + V, bf16(highest.reduce_max()));
+      to[n] = found == row + V ? 0 : found - row;
     }
   });
   return out;
@@ -298,30 +422,31 @@ Tensor probabilities(const Tensor& logits, double temperature) {
   const int64_t V = rows.size(-1), N = rows.numel() / std::max<int64_t>(V, 1);
   TORCH_CHECK(V > 0 && temperature > 0, "no logits, or no temperature");
   Tensor out = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
-  const __m512 scale = _mm512_set1_ps(1 / static_cast<float>(temperature));
+  // A thread may flush subnormal numbers or not, so whatever comes near them is nothing: 2^-100 of the highest.
+  const Float scale(1 / static_cast<float>(temperature)), least(0x1p-100f), nothing(0);
   at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const bf16* row = rows.const_data_ptr<bf16>() + n * V;
       float* p = out.mutable_data_ptr<float>() + n * V;
-      __m512 highest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-      for (int64_t i = 0; i < V; i += kLanes) {
-        const __mmask16 real = V - i < kLanes ? (1u << (V - i)) - 1 : 0xffff;
-        const __m256i part = _mm256_maskz_loadu_epi16(real, row + i);
-        const __m512 x = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16)), scale);
-        highest = _mm512_mask_max_ps(highest, real, highest, x);
-        _mm512_mask_storeu_ps(p + i, real, x);
+      Float highest(-INFINITY), total(0);
+      for (int64_t i = 0, count; i < V; i += count) {
+        count = std::min(kLanes, V - i);
+        const Float x = load(row + i, count) * scale;
+        highest = at::vec::maximum(highest, Float::set(highest, x, count));
+        x.store(p + i, count);
       }
-      const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
-      for (int64_t i = 0; i < V; i += kLanes) {
-        const __mmask16 real = V - i < kLanes ? (1u << (V - i)) - 1 : 0xffff;
-        const __m512 weight = Float(_mm512_sub_ps(_mm512_maskz_loadu_ps(real, p + i), most)).exp_u20();
-        total = _mm512_mask_add_ps(total, real, total, weight);
-        _mm512_mask_storeu_ps(p + i, real, weight);
+      const Float most(highest.reduce_max());
+      for (int64_t i = 0, count; i < V; i += count) {
+        count = std::min(kLanes, V - i);
+        Float weight = (Float::loadu(p + i, count) - most).exp_u20();
+        weight = Float::blendv(nothing, weight, weight >= least);
+        total = total + Float::set(nothing, weight, count);
+        weight.store(p + i, count);
       }
-      const __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(total));
-      for (int64_t i = 0; i < V; i += kLanes) {
-        const __mmask16 real = V - i < kLanes ? (1u << (V - i)) - 1 : 0xffff;
-        _mm512_mask_storeu_ps(p + i, real, _mm512_mul_ps(_mm512_maskz_loadu_ps(real, p + i), share));
+      const Float share(1 / total.reduce_add());
+      for (int64_t i = 0, count; i < V; i += count) {
+        count = std::min(kLanes, V - i);
+        (Float::loadu(p + i, count) * share).store(p + i, count);
       }
     }
   });
@@ -331,6 +456,7 @@ Tensor probabilities(const Tensor& logits, double temperature) {
 }  // namespace
 
 TORCH_LIBRARY(dspark, library) {
+  library.def("columns() -> int", [] { return kColumns; });
   library.def("linear(Tensor x, Tensor weight, int O) -> Tensor", linear);
   library.def("add_rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)", add_rms_norm);
   library.def("silu_mul(Tensor gate_up) -> Tensor", silu_mul);
