@@ -182,26 +182,26 @@ constexpr auto kMultiply = kernels(std::make_integer_sequence<int, kRows>());  /
 
 // x [N, K], weights from block `begin` to block `end` -> their columns of out [N, O]
 void products(const bf16* x, const bf16* w, int64_t N, int64_t K, int64_t O, int64_t begin, int64_t end, bf16* out) {
-  std::vector<float> row(K), pairs(kRows * K);
-  float tile[kRows * kColumns];
-  for (int64_t n = 0; n < N; n += kRows) {
-    const int64_t count = std::min(kRows, N - n);
-    for (int64_t i = 0; i < count; ++i) {
-      at::vec::convert(x + (n + i) * K, row.data(), K);
-      for (int64_t k = 0; k < K; k += 2) std::copy_n(&row[k], 2, &pairs[k * count + 2 * i]);
-    }
-    for (int64_t block = begin, step; block < end; block += step) {
-      step = end - block < together(count) ? 1 : together(count);
-      kMultiply[count - 1][step > 1](pairs.data(), w + block * K * kColumns, K, tile);
-      for (int64_t i = 0; i < step * count; ++i) {
-        const int64_t column = (block + i / count) * kColumns;
-        bf16* to = out + (n + i % count) * O + column;
-        const Float sum = Float::loadu(tile + i * kColumns);
-        if (O - column >= kColumns) store(to, sum);
-        else at::vec::convert(tile + i * kColumns, to, O - column);
-      }
-    }
+  const int64_t group = N > kRows ? 4 : kRows;  // of many rows four at a time are the fastest
+  std::vector<float> row(K), pairs(N * K);
+  for (int64_t n = 0; n < N; ++n) {
+    const int64_t first = n - n % group, count = std::min(group, N - first);
+    at::vec::convert(x + n * K, row.data(), K);
+    for (int64_t k = 0; k < K; k += 2) std::copy_n(&row[k], 2, &pairs[first * K + k * count + 2 * (n - first)]);
   }
+  float tile[kRows * kColumns];
+  for (int64_t first = begin; first < end; first += 4)
+    for (int64_t n = 0, last = std::min(first + 4, end); n < N; n += group)
+      for (int64_t block = first, step, count = std::min(group, N - n); block < last; block += step) {
+        step = last - block < together(count) ? 1 : together(count);
+        kMultiply[count - 1][step > 1](&pairs[n * K], w + block * K * kColumns, K, tile);
+        for (int64_t i = 0; i < step * count; ++i) {
+          const int64_t column = (block + i / count) * kColumns;
+          bf16* to = out + (n + i % count) * O + column;
+          if (O - column >= kColumns) store(to, Float::loadu(tile + i * kColumns));
+          else at::vec::convert(tile + i * kColumns, to, O - column);
+        }
+      }
 }
 
 // q [d] times keys [L, d], their rows `step` apart -> scores [L]
