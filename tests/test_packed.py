@@ -286,10 +286,11 @@ def test_the_environment_turns_the_kernels_off(other_kernels):
 @needs_kernels
 @pytest.mark.bench
 def test_bench_a_forward_with_the_kernels_and_without(real, monkeypatch, capsys):
-    """Prints medians, in ms, of the embedded target's forward and LM head over 1, 4 and 8 tokens, both by turns."""
+    """Prints medians, in ms, of the embedded target's forward and LM head over 1, 4 and 8 tokens, all by turns."""
     monkeypatch.setenv("DSPARK_KERNELS", "reference")
-    plain, ids = Target.load(EMBEDDED, BF16, layer_ids=TAPS), torch.arange(5, 105)[None]
-    targets = {"kernels": real, "torch": plain}
+    ids = torch.arange(5, 105)[None]
+    plain, wide = (Target.load(EMBEDDED, dtype, layer_ids=TAPS) for dtype in (BF16, torch.float32))
+    targets = {"kernels": real, "torch": plain, "torch in float32": wide}
     caches = {name: target.new_cache(1, 128) for name, target in targets.items()}
     times = {(name, rows): [] for name in targets for rows in (1, 4, 8)}
     for target, cache in zip(targets.values(), caches.values(), strict=True):
@@ -301,5 +302,6 @@ def test_bench_a_forward_with_the_kernels_and_without(real, monkeypatch, capsys)
             times[name, rows].append(1e3 * (time.perf_counter() - begun))
     with capsys.disabled():
         for rows in (1, 4, 8):
-            mine, other = (statistics.median(times[name, rows]) for name in targets)
-            print(f"\n{rows} tokens: kernels {mine:.1f} ms, torch {other:.1f} ms, {other / mine:.2f}x", end="")
+            median = {name: statistics.median(times[name, rows]) for name in targets}
+            said = (f"{name} {ms:.1f} ms ({ms / median['kernels']:.2f}x)" for name, ms in median.items())
+            print(f"\n{rows} tokens: {', '.join(said)}", end="")
