@@ -84,18 +84,18 @@ class Speculators:
             "loss_config": resolve_loss_config(mix, "eager"), "tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0],
             "gamma": config.gamma_decay, "max_anchors": config.anchors * config.micro_batches,
         }  # fmt: skip
-        self.dtype = config.dtype
+        self.dtype = getattr(torch, config.dtype)
         self.optimizers = build_optimizers(self.model, TrainerConfig(lr=config.lr, num_epochs=1, save_path=""))
 
     def step(self, batch: list[MicroBatch], stage) -> int:
         rows = [micro.row for micro in batch]
         documents = torch.cat([row.starts + sum(len(r.tokens) for r in rows[:i]) for i, row in enumerate(rows)])
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bfloat16"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             _, loss, metrics = self.model(
-                hidden_states=torch.cat([row.features for row in rows])[None],
+                hidden_states=torch.cat([row.features for row in rows])[None].to(self.dtype),
                 input_ids=torch.cat([row.tokens for row in rows])[None],
                 loss_mask=torch.cat([row.loss_mask for row in rows])[None],
-                verifier_last_hidden_states=torch.cat([row.hidden for row in rows])[None],
+                verifier_last_hidden_states=torch.cat([row.hidden for row in rows])[None].to(self.dtype),
                 document_ids=documents[None],
                 position_ids=torch.cat([row.positions for row in rows])[None],
                 **self.arguments,

@@ -72,21 +72,22 @@ def source(target, verifier):
 
 
 def reference(model, target, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' own features [T, m*H] and normed last states [T, H]."""
+    """transformers' own features [T, m*H] and normed last states [T, H], in float64, but for the norms."""
     with torch.inference_mode():
         states = model(ids[None], output_hidden_states=True).hidden_states
     return torch.cat([states[layer + 1][0] for layer in target.layer_ids], -1), states[-1][0]
 
 
-def assert_same(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_same(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
     """Within 1e-5 of the row's largest entry, row by row (SmolLM2's first token has entries of 2e4)."""
+    assert mine.dtype == torch.float32 and theirs.dtype == torch.float64
     error = (mine - theirs).abs().amax(-1) / theirs.abs().amax(-1)
-    assert float(error.max()) < 1e-5
+    assert float(error.max()) < tolerance
 
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(embedded_target(), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(embedded_target(), dtype=torch.float64).eval()
 
 
 # ---- every row right
@@ -132,8 +133,9 @@ def test_a_response_streams_with_its_prompt(target, source, samples, model):
     row = streamed.row([0])
     assert row.tokens.tolist() == [*chat, *wanted] and row.loss_mask.sum() == len(wanted)
     features, hidden = reference(model, target, row.tokens)
-    assert_same(row.features[:-1], features[:-1])
-    assert_same(row.hidden[:-1], hidden[:-1])
+    for mine, theirs in ((row.features, features), (row.hidden, hidden)):
+        assert_same(mine[: len(chat)], theirs[: len(chat)])
+        assert_same(mine[len(chat) : -1], theirs[len(chat) : -1], 2e-5)  # vLLM decodes less exactly with AVX2
     assert not row.features[-1].any() and not row.hidden[-1].any()  # the last token was never run
 
 
@@ -260,7 +262,7 @@ class Relay:
     def run(self) -> None:
         context = zmq.Context.instance()
         with context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
-            pull.bind(self.inside)
+            until(lambda: bound(pull, self.inside), 10)
             push.set(zmq.LINGER, 0)
             push.connect(self.endpoint)
             while not self.stopped.is_set():
@@ -276,6 +278,17 @@ class Relay:
     def __exit__(self, *_) -> None:
         self.stopped.set()
         self.thread.join()
+
+
+def bound(socket_: zmq.Socket, endpoint: str) -> bool:
+    """False while the relay before still holds the port: ZeroMQ closes sockets in its own time."""
+    try:
+        socket_.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EADDRINUSE:
+            raise
+        return False
+    return True
 
 
 def flip(frames: list[bytearray]) -> list[bytearray]:

@@ -152,7 +152,7 @@ void multiply(const float* x, const bf16* w, int64_t K, float* out) {
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
       const auto* at = reinterpret_cast<const __m256i*>(w + c * K * kColumns);
-      _mm_prefetch(reinterpret_cast<const char*>(at + 16), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(at + 16), _MM_HINT_T0);  // 512 bytes ahead
       const __m256i pairs = _mm256_loadu_si256(at);
       even[c] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
       odd[c] = _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
