@@ -45,11 +45,13 @@ void store(bf16* at, Float x) {
 // ---- AVX512-BF16: products of pairs
 
 constexpr int64_t kColumns = 32;  // outputs of one block of weights: two registers
-constexpr int64_t kRows = 12;     // rows that share one reading of a block: 24 accumulators of 32 registers
+constexpr int kRows = 12;         // rows that share one reading of a block: 24 accumulators of 32 registers
+constexpr int together(int) { return 1; }
+constexpr int64_t kAhead = 0;
 
 // x [N, K] times a block of weights [K/2, 32, 2] -> [N, 32]
-template <int N>
-void multiply(const bf16* x, const bf16* w, int64_t K, float* out) {
+template <int N, int>
+void multiply(const bf16* x, const bf16* w, int64_t K, int64_t, float* out) {
   __m512 sum[N][2];  // in registers, for which gcc has to unroll the loops over it early
 #pragma GCC unroll 12
   for (int n = 0; n < N; ++n) sum[n][0] = sum[n][1] = _mm512_setzero_ps();
@@ -71,23 +73,10 @@ void multiply(const bf16* x, const bf16* w, int64_t K, float* out) {
   }
 }
 
-using Multiply = void (*)(const bf16*, const bf16*, int64_t, float*);
-constexpr Multiply kMultiply[kRows] = {multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,
-                                       multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>};
+using Left = bf16;
 
-// x [N, K], weights from block `begin` to block `end` -> their columns of out [N, O]
-void products(const bf16* x, const bf16* w, int64_t N, int64_t K, int64_t O, int64_t begin, int64_t end, bf16* out) {
-  float tile[kRows * kColumns];
-  for (int64_t block = begin; block < end; ++block) {
-    const int64_t width = std::min(kColumns, O - block * kColumns);
-    for (int64_t n = 0; n < N; n += kRows) {
-      const int64_t count = std::min(kRows, N - n);
-      kMultiply[count - 1](x + n * K, w + block * K * kColumns, K, tile);
-      for (int64_t i = 0; i < count; ++i)
-        at::vec::convert(tile + i * kColumns, out + (n + i) * O + block * kColumns, width);
-    }
-  }
-}
+// x [N, K] as `multiply` takes `group` rows of it
+const bf16* arranged(const bf16* x, int64_t, int64_t, int64_t, std::vector<Left>&) { return x; }
 
 // 16 registers -> the sum of each, in order
 __m512 sums(const __m512 (&x)[kLanes]) {
@@ -134,74 +123,67 @@ void store(bf16* at, Float x) {
 
 // ---- AVX2: products in float32 of weights that are bfloat16 in memory
 
-constexpr int64_t kColumns = 8;  // outputs of one block of weights: one register
-constexpr int64_t kRows = 12;    // rows that share one reading of a block: 12 accumulators of 16 registers
+constexpr int64_t kColumns = 16;  // outputs of one block of weights: two registers, and a pair of inputs a cache line
+constexpr int kRows = 6;          // rows that share one reading of a block: 12 accumulators of 16 registers
+constexpr int together(int rows) { return rows <= 2 ? 2 : 1; }  // blocks, so that no addition waits for the one before
+constexpr int64_t kAhead = 512;  // weights to fetch ahead
 
-// x [K/2, N, 2] times C blocks of weights, each [K/2, 8, 2] -> [C, N, 8]. How many blocks go together changes no sum:
-// few rows take several, so that one addition need not wait for the one before.
-template <int N, int C>
-void multiply(const float* x, const bf16* w, int64_t K, float* out) {
+// Of a pair of bfloat16 the upper half is the odd one. In memory, for the accumulators leave no register for it.
+alignas(32) const volatile int kUpper[kLanes] = {-65536, -65536, -65536, -65536, -65536, -65536, -65536, -65536};
+
+// x [K/2, N, 2] times B blocks of weights, each [K/2, 16, 2] -> [B, N, 16]. Even weights are done before odd ones are
+// looked at: both at once would not fit the registers.
+template <int N, int B>
+void multiply(const float* x, const bf16* w, int64_t K, int64_t ahead, float* out) {
+  constexpr int C = 2 * B;
   __m256 sum[N][C];
-#pragma GCC unroll 12
+#pragma GCC unroll 6
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) sum[n][c] = _mm256_setzero_ps();
-  const __m256i upper = _mm256_set1_epi32(0xffff0000);
+  const auto at = [&](int c) { return reinterpret_cast<const __m256i*>(w + c / 2 * K * kColumns) + c % 2; };
   for (int64_t k = 0; k < K; k += 2, x += 2 * N, w += 2 * kColumns) {
-    __m256 even[C], odd[C];
+    __m256 part[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      const auto* at = reinterpret_cast<const __m256i*>(w + c * K * kColumns);
-      _mm_prefetch(reinterpret_cast<const char*>(at + 16), _MM_HINT_T0);  // 512 bytes ahead
-      const __m256i pairs = _mm256_loadu_si256(at);
-      even[c] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-      odd[c] = _mm256_castsi256_ps(_mm256_and_si256(pairs, upper));
+      if (c % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(at(c)) + 2 * ahead, _MM_HINT_T0);
+      part[c] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(at(c)), 16));
     }
-#pragma GCC unroll 12
-    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 6
+    for (int n = 0; n < N; ++n) {
+      const __m256 both = _mm256_broadcast_ss(x + 2 * n);
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) sum[n][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 2 * n), even[c], sum[n][c]);
-#pragma GCC unroll 12
-    for (int n = 0; n < N; ++n)
+      for (int c = 0; c < C; ++c) sum[n][c] = _mm256_fmadd_ps(both, part[c], sum[n][c]);
+    }
+    asm volatile("" ::: "memory");  // the odd weights are read again, not kept
+    const __m256i upper = *reinterpret_cast<const volatile __m256i*>(kUpper);
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) sum[n][c] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 2 * n + 1), odd[c], sum[n][c]);
+    for (int c = 0; c < C; ++c) part[c] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(at(c)), upper));
+#pragma GCC unroll 6
+    for (int n = 0; n < N; ++n) {
+      const __m256 both = _mm256_broadcast_ss(x + 2 * n + 1);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sum[n][c] = _mm256_fmadd_ps(both, part[c], sum[n][c]);
+    }
   }
-#pragma GCC unroll 12
+#pragma GCC unroll 6
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) _mm256_storeu_ps(out + (c * N + n) * kColumns, sum[n][c]);
+    for (int c = 0; c < C; ++c) _mm256_storeu_ps(out + (c / 2 * N + n) * kColumns + c % 2 * kLanes, sum[n][c]);
 }
 
-using Multiply = void (*)(const float*, const bf16*, int64_t, float*);
-constexpr int64_t together(int64_t rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
-template <int... N>
-constexpr std::array<std::array<Multiply, 2>, kRows> kernels(std::integer_sequence<int, N...>) {
-  return {{{multiply<N + 1, 1>, multiply<N + 1, together(N + 1)>}...}};
-}
-constexpr auto kMultiply = kernels(std::make_integer_sequence<int, kRows>());  // one block, or together(N) of them
+using Left = float;
 
-// x [N, K], weights from block `begin` to block `end` -> their columns of out [N, O]
-void products(const bf16* x, const bf16* w, int64_t N, int64_t K, int64_t O, int64_t begin, int64_t end, bf16* out) {
-  const int64_t group = N > kRows ? 4 : kRows;  // of many rows four at a time are the fastest
-  std::vector<float> row(K), pairs(N * K);
+// x [N, K] as `multiply` takes `group` rows of it: each group [K/2, rows, 2], kept in `room`
+const float* arranged(const bf16* x, int64_t N, int64_t K, int64_t group, std::vector<Left>& room) {
+  room.resize(N * K);
+  std::vector<float> row(K);
   for (int64_t n = 0; n < N; ++n) {
     const int64_t first = n - n % group, count = std::min(group, N - first);
     at::vec::convert(x + n * K, row.data(), K);
-    for (int64_t k = 0; k < K; k += 2) std::copy_n(&row[k], 2, &pairs[first * K + k * count + 2 * (n - first)]);
+    for (int64_t k = 0; k < K; k += 2) std::copy_n(&row[k], 2, &room[first * K + k * count + 2 * (n - first)]);
   }
-  float tile[kRows * kColumns];
-  for (int64_t first = begin; first < end; first += 4)
-    for (int64_t n = 0, last = std::min(first + 4, end); n < N; n += group)
-      for (int64_t block = first, step, count = std::min(group, N - n); block < last; block += step) {
-        step = last - block < together(count) ? 1 : together(count);
-        kMultiply[count - 1][step > 1](&pairs[n * K], w + block * K * kColumns, K, tile);
-        for (int64_t i = 0; i < step * count; ++i) {
-          const int64_t column = (block + i / count) * kColumns;
-          bf16* to = out + (n + i % count) * O + column;
-          if (O - column >= kColumns) store(to, Float::loadu(tile + i * kColumns));
-          else at::vec::convert(tile + i * kColumns, to, O - column);
-        }
-      }
+  return room.data();
 }
 
 // q [d] times keys [L, d], their rows `step` apart -> scores [L]
@@ -222,19 +204,49 @@ void score(const bf16* q, const bf16* keys, int64_t step, int64_t L, float* scor
 
 // ---- the operations
 
+using Multiply = void (*)(const Left*, const bf16*, int64_t, int64_t, float*);
+template <int... N>
+constexpr std::array<std::array<Multiply, 2>, kRows> multiplies(std::integer_sequence<int, N...>) {
+  return {{{multiply<N + 1, 1>, multiply<N + 1, together(N + 1)>}...}};
+}
+constexpr auto kMultiply = multiplies(std::make_integer_sequence<int, kRows>());
+
+// x [N, K] as `arranged` in groups of rows, times blocks `begin` to `end` of the weights -> their columns of out [N, O]
+void products(const Left* x, const bf16* w, int64_t N, int64_t K, int64_t O, int64_t group, int64_t begin, int64_t end,
+              bf16* out) {
+  float tile[2 * kRows * kColumns];
+  for (int64_t block = begin, blocks; block < end; block += blocks) {
+    blocks = std::min<int64_t>(together(group), end - block);
+    for (int64_t n = 0; n < N; n += group) {
+      const int64_t rows = std::min(group, N - n);
+      // the last of several passes over a block finds it in the cache, and fetches the next block
+      const int64_t ahead = n > 0 && n + group >= N ? K * kColumns : kAhead;
+      kMultiply[rows - 1][blocks > 1](x + n * K, w + block * K * kColumns, K, ahead, tile);
+      for (int64_t i = 0; i < blocks * rows; ++i) {
+        const int64_t column = (block + i / rows) * kColumns;
+        at::vec::convert(tile + i * kColumns, out + (n + i % rows) * O + column, std::min(kColumns, O - column));
+      }
+    }
+  }
+}
+
 // x [..., K], weight [blocks, K/2, kColumns, 2] -> [..., O]
 Tensor linear(const Tensor& x, const Tensor& weight, int64_t O) {
   const Tensor rows = x.contiguous();
   const int64_t K = 2 * weight.size(1);
   TORCH_CHECK(K > 0 && x.size(-1) == K, "x has ", x.size(-1), " columns, the weight takes ", K);
-  const int64_t N = rows.numel() / K;
+  const int64_t N = rows.numel() / K, passes = (N + kRows - 1) / kRows;
   auto shape = x.sizes().vec();
   shape.back() = O;
   Tensor out = at::empty(shape, x.options());
-  const bf16 *from = rows.const_data_ptr<bf16>(), *w = weight.const_data_ptr<bf16>();
+  if (!N) return out;
+  const int64_t group = (N + passes - 1) / passes;  // as equal as can be
+  std::vector<Left> room;
+  const Left* from = arranged(rows.const_data_ptr<bf16>(), N, K, group, room);
+  const bf16* w = weight.const_data_ptr<bf16>();
   bf16* to = out.mutable_data_ptr<bf16>();
   at::parallel_for(0, weight.size(0), 1,
-                   [&](int64_t begin, int64_t end) { products(from, w, N, K, O, begin, end, to); });
+                   [&](int64_t begin, int64_t end) { products(from, w, N, K, O, group, begin, end, to); });
   return out;
 }
 
