@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from dspark import formats
 from dspark.config import DSparkConfig
 from dspark.drafter import MLP, Draft, DSparkDrafter
+from dspark.kernels import cpu
 from dspark.packed import pack
-from dspark.target import rotate
+from dspark.target import multiplies_bfloat16, rotate
 
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -137,8 +138,8 @@ class Attention(nn.Module):
 
 
 def _heads(x: Tensor, weights: Tensor) -> Tensor:
-    """[A, h, i] by each head's [h, i, o] -> [A, h, o]."""
-    return (x.transpose(0, 1) @ weights).transpose(0, 1)
+    """[A, h, i] by each head's [h, i, o] -> [A, h, o], in the weights' dtype."""
+    return (x.transpose(0, 1).to(weights.dtype) @ weights).transpose(0, 1)
 
 
 class LatentAttention(Attention):
@@ -181,7 +182,7 @@ class LatentAttention(Attention):
         return torch.cat([_heads(nope, self._up()[0]), self._rotate(rope, cos, sin)], -1)
 
     def output(self, attended: Tensor) -> Tensor:
-        return self.o_proj(_heads(attended, self._up()[1]).flatten(1))
+        return self.o_proj(_heads(attended, self._up()[1]).flatten(1).to(self.o_proj.weight.dtype))
 
     @staticmethod
     def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -248,9 +249,11 @@ class Eagle3Drafter(nn.Module):
 
     def pack(self) -> "Eagle3Drafter":
         """Lay a drafter that is trained no more out for decoding."""
-        attention = self.layers[0].self_attn
+        attention, dtype = self.layers[0].self_attn, self.fc.weight.dtype
         if isinstance(attention, LatentAttention):
-            attention.up = tuple(part.detach().contiguous() for part in attention._up())
+            if cpu.serves(self.fc.weight) and not multiplies_bfloat16():
+                dtype = torch.float32  # where torch's bfloat16 products would take several times float32's time
+            attention.up = tuple(part.detach().to(dtype).contiguous() for part in attention._up())
         return pack(self)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,7 +304,8 @@ class Eagle3Drafter(nn.Module):
 
     def new_cache(self, capacity: int) -> ChainCache:
         attention, weight = self.layers[0].self_attn, self.fc.weight
-        rows = weight.new_zeros(capacity, attention.kv_heads, attention.width)
+        dtype = attention.up[0].dtype if self.config.kv_lora_rank and attention.up else weight.dtype
+        rows = weight.new_zeros(capacity, attention.kv_heads, attention.width, dtype=dtype)
         return ChainCache(rows, weight.new_zeros(1, self.config.hidden_size))
 
     def extend(self, cache: ChainCache, features: Tensor, tokens: Tensor) -> None:

@@ -243,12 +243,15 @@ def resolve_dtype(name: str, training: bool = False) -> torch.dtype:
         return getattr(torch, name)
     if name != "auto":
         raise ValueError(f"dtype = {name!r}: one of auto, float32, bfloat16")
-    if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        native = bool({"avx512_bf16", "amx_bf16"} & cpu.flags())
     decodes = not training and cpu.serves(torch.empty(0, 2, dtype=torch.bfloat16))
-    return torch.bfloat16 if native or decodes else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16() or decodes else torch.float32
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the GPU, or without one the processor, multiplies bfloat16 natively."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool({"avx512_bf16", "amx_bf16"} & cpu.flags())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ from transformers import DeepseekV2Config, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from dspark import baselines, formats, train
+from dspark import baselines, eagle3, formats, train
 from dspark.baselines import PromptLookup, eagle3_config, trained_parameters
 from dspark.config import PRESETS, DSparkConfig
 from dspark.data import Sample
 from dspark.decode import answer, pooled_tau
 from dspark.drafter import DSparkDrafter
 from dspark.eagle3 import Eagle3Drafter
+from dspark.kernels import cpu
 from dspark.source import LocalSource
 from dspark.target import Target
 from dspark.train import TrainConfig, Trainer, new_drafter
@@ -118,6 +119,20 @@ def test_training_and_decoding_and_the_definition_give_the_same_chain(toy, laten
         logits = drafter.lm_head(reference_chain(drafter, features, text, n))
         torch.testing.assert_close(draft.q, (logits / 0.7).softmax(-1), **TIGHT)
         assert set(draft.tokens.tolist()) <= set(LIKED.tolist())
+
+
+@pytest.mark.skipif(not cpu.serves(torch.zeros(1, 2, dtype=torch.bfloat16)), reason="needs the CPU's kernels")
+@torch.no_grad()
+def test_latents_of_a_bfloat16_drafter_are_float32_where_torch_would_emulate(toy, monkeypatch):
+    row, drafts = packed_row([20]), {}
+    for native in (True, False):
+        monkeypatch.setattr(eagle3, "multiplies_bfloat16", lambda native=native: native)
+        drafter = chain_drafter(toy, latent=True).bfloat16().pack()
+        cache = drafter.new_cache(30)
+        assert cache.rows.dtype == (torch.bfloat16 if native else torch.float32)
+        drafter.extend(cache, row.features[:12], row.tokens[:12])
+        drafts[native] = drafter.draft(row.tokens[12:13], cache, 1, temperature=1.0)
+    torch.testing.assert_close(drafts[False].q, drafts[True].q, rtol=0.1, atol=0.01)
 
 
 @KINDS
