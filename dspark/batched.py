@@ -213,21 +213,24 @@ def profile_steps(
     B = R * (1 + j) tokens.
 
     One row an (n, R, B): step_ms is the median of `repeats`, taken in turn over all j so that a slow minute hits all of
-    them; sps is steps/s. Prompts are used in turn to fill the rows.
+    them; sps is steps/s. Prompts are used in turn to fill the rows, and every step is the first after them: its context
+    is as long whatever n is.
     """
     rows = []
     for n, R in itertools.product(drafts, requests):
         policy = _Forced(n)
-        longest = max(map(len, prompts)) + (repeats + 1) * (n + 1) ** 2 + n + 1
-        engine = Engine(target, drafter, policy, R, longest)
-        for i in range(R):
-            engine.admit(i, prompts[i % len(prompts)])
+        engine = Engine(target, drafter, policy, R, max(map(len, prompts)) + 2 * (n + 1))
+        filled = [engine.admit(i, prompts[i % len(prompts)]) for i in range(R)]
+        begins = [(row.length, row.anchor) for row in filled]
         times = np.empty((repeats + 1, n + 1))
         for repeat in range(repeats + 1):  # the first warms up
             for j in range(n + 1):
                 policy.drafts, begun = j, time.perf_counter()
                 engine.step()
                 times[repeat, j] = time.perf_counter() - begun
+                for row, (row.length, row.anchor) in zip(filled, begins, strict=True):
+                    if row.context is not None:
+                        row.context.length = row.length
         for j, ms in enumerate(1e3 * np.median(times[1:], 0)):
             rows.append({"drafts": n, "requests": R, "tokens": R * (1 + j), "step_ms": ms, "sps": 1e3 / ms})
     return pd.DataFrame(rows)
