@@ -1,9 +1,10 @@
 """What streaming costs: the transport alone, and the rate of a real verifier.
 
-`python3 -m dspark bench stream` sends samples of the Kimi shape from one process to another and writes and reads them
-as files on the same disk, by turns, and prints GB/s of each round. Checksums, and for files safetensors' own writing
-and reading, are part of the time; producing the states is not. With `--verifier` two vLLM servers of the embedded
-target read and answer the same prompts by turns, one of them streaming the states.
+`python3 -m dspark bench stream` sends samples of the Kimi shape from one process to another, over loopback TCP and
+through shared memory, and writes and reads them as files on the same disk, by turns, and prints GB/s of each round.
+Checksums, and for files safetensors' own writing and reading, are part of the time; producing the states is not: the
+connector gathers them into the memory from which they are sent, whichever that is. With `--verifier` two vLLM servers
+of the embedded target read and answer the same prompts by turns, one of them streaming the states.
 """
 
 import argparse
@@ -27,10 +28,12 @@ from transformers import AutoTokenizer
 from dspark.config import PRESETS
 from dspark.data import OWN_SETS, load_prompts
 from dspark.evaluate import hardware
+from dspark.outbox import Outbox
 from dspark.serve import HUGE_PAGES, PROFILES, Fleet, free_ports, verifier_command
+from dspark.shared import Reader
 from dspark.stream import Verifier
 from dspark.target import EMBEDDED, embedded_target, encode_chat
-from dspark.wire import Outbox, WireSample, decode
+from dspark.wire import WireSample, decode
 
 LAYERS = (*PRESETS["kimi-k2.6"].aux_hidden_state_layer_ids, PRESETS["kimi-k2.6"].target_num_hidden_layers)
 
@@ -50,23 +53,31 @@ def kimi_sample(tokens: int) -> WireSample:
 def send(endpoint: str, tokens: int, turns, going) -> None:
     """The verifier's process: at each turn so many samples, through the outbox that vLLM's connector uses."""
     torch.set_num_threads(1)
-    sample, outbox = kimi_sample(tokens), Outbox([endpoint], 1 << 30)
-    while (count := turns.get()) is not None:
+    sample = kimi_sample(tokens)
+    outboxes = {
+        way: Outbox([endpoint], 1 << 30, shared_memory=way == "shared memory") for way in ("tcp", "shared memory")
+    }
+    outboxes["shared memory"].slab.memory.random_()  # states of a sort, wherever a sample will lie
+    while (turn := turns.get()) is not None:
+        (way, count), shape = turn, sample.states.shape
+        outbox = outboxes[way]
         going.set()
         for _ in range(count):
             while not outbox.has_room(sample.states.nbytes):
                 time.sleep(0.0005)
-            outbox.put(0, sample, None)
+            states = sample.states if way == "tcp" else outbox.empty(shape, sample.states.dtype)
+            outbox.put(0, sample._replace(states=states), None)
 
 
-def stream_round(socket, turns, going, count: int) -> float:
+def stream_round(socket, reader: Reader, turns, going, way: str, count: int) -> float:
     """Seconds until `count` samples have arrived and passed their checks."""
     going.clear()
-    turns.put(count)
+    turns.put((way, count))
     going.wait()
     begun = time.perf_counter()
     for _ in range(count):
-        decode([part.buffer for part in socket.recv_multipart(copy=False)])
+        parts = socket.recv_multipart(copy=False)
+        decode(reader.fetch([part.buffer for part in parts], 1 << 30))
     return time.perf_counter() - begun
 
 
@@ -82,10 +93,10 @@ def file_round(folder: Path, sample: WireSample, count: int) -> float:
 
 
 def measure(tokens: int = 2048, count: int = 8, rounds: int = 3) -> list[dict]:
-    """One row a round: GB/s of `stream` and of `files`."""
+    """One row a round: GB/s of `tcp`, `shared memory` and `files`, which take turns at being first."""
     context = multiprocessing.get_context("spawn")
     turns, going = context.Queue(), context.Event()
-    rows = []
+    rows, reader = [], Reader()
     with zmq.Context.instance().socket(zmq.PULL) as socket, tempfile.TemporaryDirectory() as folder:
         socket.set(zmq.RCVHWM, 1)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -93,11 +104,17 @@ def measure(tokens: int = 2048, count: int = 8, rounds: int = 3) -> list[dict]:
         process.start()
         sample = kimi_sample(tokens)
         size = count * sample.states.nbytes / 1e9
-        stream_round(socket, turns, going, 1)  # warm
+        ways = {
+            "tcp": lambda: stream_round(socket, reader, turns, going, "tcp", count),
+            "shared memory": lambda: stream_round(socket, reader, turns, going, "shared memory", count),
+            "files": lambda: file_round(Path(folder), sample, count),
+        }
+        for warm in ways.values():
+            warm()
         for number in range(rounds):
-            streamed, filed = stream_round(socket, turns, going, count), file_round(Path(folder), sample, count)
-            row = {"way": "transport", "round": number}
-            rows.append(row | {"stream": size / streamed, "files": size / filed})
+            order = [*ways][number % 3 :] + [*ways][: number % 3]
+            rates = {way: size / ways[way]() for way in order}
+            rows.append({"way": "transport", "round": number, **{way: rates[way] for way in ways}})
         turns.put(None)
         process.join(10)
     return rows
@@ -105,11 +122,13 @@ def measure(tokens: int = 2048, count: int = 8, rounds: int = 3) -> list[dict]:
 
 def drain(endpoint: str, received: list[int], stop: threading.Event) -> None:
     """A trainer that only counts: the bytes of each sample that arrives."""
+    reader = Reader()
     with zmq.Context.instance().socket(zmq.PULL) as socket:
         socket.bind(endpoint)
         while not stop.is_set():
             if socket.poll(100):
-                received.append(sum(len(part.buffer) for part in socket.recv_multipart(copy=False)))
+                parts = socket.recv_multipart(copy=False)
+                received.append(sum(map(len, reader.fetch([part.buffer for part in parts], 1 << 30))))
 
 
 def answer_all(verifier: Verifier, prompts: list[list[int]], tokens: int, streamed: bool, at_once: int) -> float:
@@ -189,11 +208,13 @@ def main(argv: list[str]) -> None:
             rows = apart.submit(measure, args.tokens, args.count, args.rounds).result()
         unit, name = "GB/s", "bench_stream.csv"
     table = pd.DataFrame(rows)
-    mine, other = ("streaming", "plain") if args.verifier else ("stream", "files")
-    table["ratio"] = table[mine] / table[other]
+    base = "plain" if args.verifier else "files"
+    ours = ["streaming"] if args.verifier else ["tcp", "shared memory"]
+    for name in ours:
+        table[f"{name} / {base}"] = table[name] / table[base]
     print(table.round(3).to_string(index=False))
-    print(f"means in {unit}:")
-    print(table.groupby("way", sort=False)[[mine, other, "ratio"]].mean().round(3).to_string())
+    print(f"means in {unit}, and of the ratios:")
+    print(table.drop(columns="round").groupby("way", sort=False).mean().round(3).to_string())
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         table.assign(unit=unit, hardware=hardware()).round(4).to_csv(args.out / name, index=False)

@@ -28,7 +28,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, iter_layer_specs
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
-from dspark.wire import Outbox, WireSample
+from dspark.outbox import Outbox
+from dspark.wire import WireSample
 
 logger = init_logger(f"vllm.{__name__}")
 SAMPLE_ID = re.compile(r"[0-9a-f]{8,64}")
@@ -51,7 +52,8 @@ class FinishedRequests(KVConnectorMetadata):
 
 
 class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
-    """`kv_connector_extra_config`: endpoints (one a trainer rank) and budget (bytes that the outbox may hold)."""
+    """`kv_connector_extra_config`: endpoints (one a trainer rank), budget (bytes that the outbox may hold) and
+    shared_memory (the ranks are on this machine: on a CPU, states are left in memory that they can read)."""
 
     def __init__(self, vllm_config, role: KVConnectorRole, kv_cache_config):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -63,6 +65,7 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
         self.model = names if isinstance(names, str) else names[0]
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.endpoints, self.budget = options["endpoints"], int(options["budget"])
+        self.shared_memory = options.get("shared_memory", False)
         self.group, self.block_size = hidden_state_group(kv_cache_config)
         self._finished: list[Finished] = []  # scheduler: since the last step
         self._cache: Tensor | None = None  # worker: [blocks, L, block_size, H]
@@ -129,11 +132,12 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(
                 f"hidden-state cache is {shape}, want [blocks, {len(self.layer_ids)}, {self.block_size}, H]"
             )
-        if self._cache.device.type == "cpu":
+        on_cpu = self._cache.device.type == "cpu"
+        if on_cpu:
             draft_nothing()
         else:
-            self._stream = torch.Stream(self._cache.device)
-        self._outbox = Outbox(self.endpoints, self.budget)
+            self._stream = torch.Stream(self._cache.device)  # into pinned memory, from which ZeroMQ sends
+        self._outbox = Outbox(self.endpoints, self.budget, self.shared_memory and on_cpu)
         logger.info("streaming layers %s to %s", self.layer_ids, ", ".join(self.endpoints))
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
@@ -171,7 +175,10 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):
         """(states [rows, L, H] on the CPU, the event after which they are there; None on a CPU, where they are)."""
         by_token = self._cache.transpose(1, 2)  # [blocks, block_size, L, H], as it lies in memory
         if self._stream is None:
-            return by_token[torch.tensor(block_ids)].flatten(0, 1)[:rows], None
+            shape = (len(block_ids), *by_token.shape[1:])
+            states = self._outbox.empty(shape, by_token.dtype)
+            torch.index_select(by_token, 0, torch.tensor(block_ids), out=states)
+            return states.flatten(0, 1)[:rows], None
         self._stream.wait_stream(torch.accelerator.current_stream())  # the states are written there
         with self._stream:
             index = torch.tensor(block_ids, pin_memory=True).to(self._cache.device, non_blocking=True)

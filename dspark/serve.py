@@ -52,6 +52,7 @@ class Profile:
     max_num_seqs: int = 64
     dtype: str = "bfloat16"
     budget: int = 4 << 30  # bytes that the verifier may hold for slow trainers
+    shared_memory: bool = True  # for trainers that listen on the loopback
     row_tokens: int = 4096  # a packed row
     anchors: int = 512  # blocks a row
     micro_batches: int = 8  # rows a step, over all ranks
@@ -101,12 +102,12 @@ def speculative_config(layer_ids: tuple[int, ...]) -> dict:
     return {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft}
 
 
-def transfer_config(endpoints: list[str], budget: int) -> dict:
+def transfer_config(endpoints: list[str], budget: int, shared_memory: bool) -> dict:
     return {
         "kv_connector": "HiddenStateConnector",
         "kv_connector_module_path": "dspark.connector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"endpoints": endpoints, "budget": budget},
+        "kv_connector_extra_config": {"endpoints": endpoints, "budget": budget, "shared_memory": shared_memory},
     }
 
 
@@ -133,7 +134,9 @@ def verifier_command(
         "--speculative-config", json.dumps(drafting or speculative_config(layer_ids)),
     ]  # fmt: skip
     if not drafting:
-        argv += ["--kv-transfer-config", json.dumps(transfer or transfer_config(endpoints, profile.budget))]
+        here = all(endpoint.startswith("tcp://127.") for endpoint in endpoints) and sys.platform == "linux"
+        ours = transfer_config(endpoints, profile.budget, profile.shared_memory and here)
+        argv += ["--kv-transfer-config", json.dumps(transfer or ours)]
     if trust_remote_code:
         argv.append("--trust-remote-code")
     environment = {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1"} | HUGE_PAGES

@@ -28,6 +28,7 @@ from torch import Tensor
 from dspark.data import Sample
 from dspark.paths import cache_dir
 from dspark.serve import STARTUP, open_url
+from dspark.shared import Reader
 from dspark.source import PackedRow, data_digest, pack_row
 from dspark.wire import WireError, WireSample, decode, frame_limit
 
@@ -142,7 +143,7 @@ class StreamSource:
         self.response_tokens, self.temperature = response_tokens, temperature
         self.samples = [_planned(sample, response_tokens) for sample in samples] if response_tokens else samples
         self.layer_ids = tuple(layer + 1 for layer in target.layer_ids) + (target.num_hidden_layers,)
-        self.counts = {"received": 0, "bytes": 0, "cached": 0, "retried": 0, "unasked": 0, "damaged": 0}
+        self.counts = {"received": 0, "bytes": 0, "cached": 0, "retried": 0, "unasked": 0, "damaged": 0, "lost": 0}
         self.waited = 0.0  # seconds that row() stood still
         self.timeline: deque[dict] = deque(maxlen=10_000)  # seconds of asked, answered, arrived, used, by sample
         self._expected: dict[int, Future] = {}
@@ -152,6 +153,7 @@ class StreamSource:
         self._probing, self._counting = threading.Lock(), threading.Lock()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._reader = Reader()
         threads = [self._work] * in_flight
         if endpoint is not None:
             self._listen(endpoint)
@@ -164,8 +166,10 @@ class StreamSource:
         self._socket = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 1)
         longest = max(map(len, self.samples), default=0)  # with the response that it may get
-        limit = frame_limit(longest, len(self.layer_ids), self.target.hidden_size)
-        self._socket.set(zmq.MAXMSGSIZE, limit)  # a peer that sends more is disconnected before memory is taken for it
+        self._limit = frame_limit(longest, len(self.layer_ids), self.target.hidden_size)
+        self._socket.set(
+            zmq.MAXMSGSIZE, self._limit
+        )  # a peer that sends more is disconnected before memory is taken for it
         deadline = time.monotonic() + 2.0  # a rank that was killed a moment ago may still hold the port
         while True:
             try:
@@ -284,9 +288,13 @@ class StreamSource:
             if not self._socket.poll(200):
                 continue
             parts = self._socket.recv_multipart(copy=False)
-            frames = [part.buffer for part in parts]
             try:
+                frames = self._reader.fetch([part.buffer for part in parts], self._limit)
                 got = decode(frames)
+            except FileNotFoundError as error:
+                self._count("lost")
+                print(f"rank {self.rank} lost a message: {error}", file=sys.stderr)
+                continue
             except WireError as error:
                 self._count("damaged")
                 print(f"rank {self.rank} refuses a message: {error}", file=sys.stderr)

@@ -6,18 +6,18 @@
              where the verifier wrote the last token itself and so never ran it
     digest   xxh3-64 of the three frames before it
 
+On one machine the states may lie in shared memory instead (dspark.shared): their frame is empty then, and a fifth frame
+says where they are. The digest is of the states all the same.
+
 `layer_ids` are vLLM's `eagle_aux_hidden_state_layer_ids`: id L is the state after L blocks (DSparkConfig.
 aux_hidden_state_layer_ids converts). Nothing is ever unpickled, and every field of the header is checked before use.
 """
 
 import json
-import queue
-import threading
 from typing import NamedTuple
 
 import torch
 import xxhash
-import zmq
 from torch import Tensor
 
 VERSION = 1
@@ -124,46 +124,3 @@ def _digest(frames: list) -> bytes:
     for frame in frames:
         digest.update(frame)
     return digest.digest()
-
-
-class Outbox:
-    """Sends samples to the trainer ranks, one thread a rank, while holding `budget` bytes of states at most.
-
-    A sample larger than the whole budget is taken when nothing else is held. A rank that is away keeps its samples
-    waiting; what a broken connection swallowed, the rank asks for again.
-    """
-
-    def __init__(self, endpoints: list[str], budget: int):
-        self.budget, self.held = budget, 0
-        self._lock = threading.Lock()
-        self._queues = [queue.SimpleQueue() for _ in endpoints]
-        for endpoint, waiting in zip(endpoints, self._queues, strict=True):
-            threading.Thread(target=self._send_all, args=(endpoint, waiting), daemon=True).start()
-
-    def has_room(self, size: int) -> bool:
-        return self.held == 0 or self.held + size <= self.budget
-
-    def put(self, rank: int, sample: WireSample, copied) -> None:
-        """Queue a sample whose states are there once `copied` (an event of the device, or None) has happened."""
-        self._hold(sample.states.nbytes)
-        self._queues[rank].put((sample, copied))
-
-    def _hold(self, size: int) -> None:
-        with self._lock:
-            self.held += size
-
-    def _send_all(self, endpoint: str, waiting: queue.SimpleQueue) -> None:
-        socket = zmq.Context.instance().socket(zmq.PUSH)
-        socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a trainer that is not connected
-        socket.set(zmq.SNDHWM, 1)
-        socket.set(zmq.LINGER, 0)
-        socket.connect(endpoint)
-        while True:
-            sample, copied = waiting.get()
-            if copied is not None:
-                copied.synchronize()
-            sending = socket.send_multipart(encode(sample), copy=False, track=True)
-            size = sample.states.nbytes
-            del sample
-            sending.wait()  # until ZeroMQ needs the buffers no more
-            self._hold(-size)

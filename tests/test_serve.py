@@ -103,7 +103,7 @@ def test_vllms_own_parser_takes_every_profiles_command():
         layers = row["speculative_config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
         assert layers == [*(i + 1 for i in shape.target_layer_ids), shape.target_num_hidden_layers]
         assert row["speculative_config"]["method"] == "extract_hidden_states"
-        options = {"endpoints": ENDPOINTS, "budget": profile.budget}
+        options = {"endpoints": ENDPOINTS, "budget": profile.budget, "shared_memory": True}
         assert row["connector"] == ["HiddenStateConnector", "dspark.connector", "kv_producer", options]
         assert row["enforce_eager"] is (profile.gpus == 0)
         assert (row["fuse_allreduce_rms"] is False) == (profile.gpus > 0)

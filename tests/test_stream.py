@@ -36,6 +36,7 @@ from dspark.decode import answer
 from dspark.paths import ROOT
 from dspark.plan import state_bytes
 from dspark.serve import trainer_command
+from dspark.shared import Reader
 from dspark.stream import Away, SampleCache, StreamSource, Verifier
 from dspark.target import embedded_target
 from dspark.train import TrainConfig
@@ -115,6 +116,7 @@ def test_states_equal_transformers(target, verifier, source, samples, model):
             at += len(samples[i])
         assert at == len(row.tokens)
     assert hits(verifier) - before > 300
+    assert len(streamed._reader.slabs) == 1  # they came through shared memory
     counted = {"received": 15, "retried": 0, "unasked": 0, "damaged": 0}  # of them one for the probe
     assert streamed.counts == streamed.counts | counted
     tokens = 2 * sum(map(len, samples)) + min(64, len(samples[0]))
@@ -258,14 +260,14 @@ class Relay:
         self.thread.start()
 
     def run(self) -> None:
-        context = zmq.Context.instance()
+        context, reader = zmq.Context.instance(), Reader()
         with context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
             until(lambda: bound(pull, self.inside), 10)
             push.set(zmq.LINGER, 0)
             push.connect(self.endpoint)
             while not self.stopped.is_set():
                 if pull.poll(50):
-                    frames = [bytearray(frame) for frame in pull.recv_multipart()]
+                    frames = [bytearray(frame) for frame in reader.fetch(pull.recv_multipart(), 1 << 30)]
                     self.passed += 1
                     for message in self.tamper(frames, self.passed):
                         push.send_multipart(message)

@@ -58,7 +58,8 @@ def main(kind: str, folder: str, endpoint: str) -> None:
         gpu_memory_utilization=0.3, enable_prefix_caching=True,
         # vLLM 0.32's own rotary operator for a CPU leaves latent queries, which are slices, unrotated or worse
         compilation_config={"custom_ops": ["none" if kind == "mla" else "all"]},
-        speculative_config=speculative_config(LAYERS), kv_transfer_config=transfer_config([endpoint], 1 << 20),
+        speculative_config=speculative_config(LAYERS),
+        kv_transfer_config=transfer_config([endpoint], 1 << 20, shared_memory=False),
     )  # fmt: skip
     groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
     cached = []
