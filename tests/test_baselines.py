@@ -14,13 +14,14 @@ from transformers import DeepseekV2Config, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from dspark import baselines, formats, train
+from dspark import baselines, train
 from dspark.baselines import PromptLookup, eagle3_config, trained_parameters
 from dspark.config import PRESETS, DSparkConfig
 from dspark.data import Sample
 from dspark.decode import answer, pooled_tau
 from dspark.drafter import DSparkDrafter
 from dspark.eagle3 import Eagle3Drafter
+from dspark.read_formats import read_eagle3
 from dspark.source import LocalSource
 from dspark.target import Target
 from dspark.train import TrainConfig, Trainer, new_drafter
@@ -364,7 +365,7 @@ def test_a_saved_drafter_comes_back_the_same(toy, latent, draft_ids, tmp_path):
     if latent:
         assert raw["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and raw["kv_lora_rank"] == 32
     else:
-        theirs = formats.read_eagle3(raw)
+        theirs = read_eagle3(raw)
         assert theirs.intermediate_size == drafter.config.intermediate_size
 
 
