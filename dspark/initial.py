@@ -1,4 +1,4 @@
-"""What a training begins with: a draft vocabulary, and the weights of a drafter that was trained before."""
+"""The drafter that a training begins with: drawn at random, or one that was trained before."""
 
 import hashlib
 from pathlib import Path
@@ -11,6 +11,14 @@ from dspark.config import DSparkConfig
 from dspark.data import Sample, frequent_ids
 from dspark.drafter import DSparkDrafter, vocabulary_maps
 from dspark.target import Target
+
+
+def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], seed: int) -> DSparkDrafter:
+    """A freshly initialised float32 drafter on the target's frozen embedding and LM head."""
+    config.check_target(target)
+    torch.manual_seed(seed)
+    drafter = baselines.build(config).to(target.device)
+    return drafter.adopt_target(target.embed_tokens, target.lm_head, draft_vocabulary(config, target, samples))
 
 
 def draft_vocabulary(config: DSparkConfig, target: Target, samples: list[Sample]) -> Tensor | None:

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from dspark import baselines, checkpoint, ranks, stream
-from dspark.anchors import MicroBatch, micro_batches
+from dspark.anchors import micro_batches
 from dspark.config import PRESETS, DSparkConfig
 from dspark.csv_log import append, keep_until
-from dspark.data import Sample, heldout_prompts, load_samples
+from dspark.data import heldout_prompts, load_samples
 from dspark.decode import heldout_tau
 from dspark.drafter import DSparkDrafter
 from dspark.eagle3 import Eagle3Config
-from dspark.initial import draft_vocabulary, trained_drafter, weights_digest
-from dspark.losses import acceptance_loss, accepted_length, confidence_loss
+from dspark.initial import draft_vocabulary, new_drafter, trained_drafter, weights_digest
+from dspark.losses import drafter_loss
 from dspark.optim import lr_scale, optimizers
 from dspark.paths import cache_dir
 from dspark.selfwrite import data_folder, written_files
@@ -89,54 +89,6 @@ class TrainConfig:
             except ValueError as error:
                 raise ValueError(f"TrainConfig.block_sizes = {sizes}: {error}") from error
         return dataclasses.replace(self, block_sizes=sizes)
-
-
-def drafter_loss(
-    drafter: DSparkDrafter, target_head: Tensor, batch: MicroBatch, normaliser: float, config: TrainConfig
-):
-    """(loss to differentiate, sums for the log) of one micro-batch; target_head [D, H]: the draft vocabulary's rows."""
-    row, anchors, supervised = batch.row, batch.anchors, batch.supervised
-    n = batch.labels.shape[1]
-    hidden = drafter.block_hidden(row.features, row.positions, row.tokens, anchors, row.starts[anchors], n)
-    hidden = hidden.to(getattr(torch, config.dtype))
-    previous = torch.cat([row.tokens[anchors][:, None], batch.labels[:, :-1]], 1)  # x_{k-1}, x_0 the anchor
-    markov = drafter.markov_head
-    m = markov(previous, hidden)[supervised] if markov else None
-    looked_at = (anchors[:, None] + torch.arange(n, device=anchors.device))[supervised]
-    unique, index = looked_at.unique(return_inverse=True)
-    weights, draft_labels = batch.weights[supervised], drafter.to_draft_ids(batch.labels[supervised])
-    terms = acceptance_loss(
-        hidden[supervised], m, drafter.lm_head.weight, markov.markov_w2.weight if markov else None,
-        row.hidden[unique].to(hidden.dtype), target_head, index, draft_labels, weights, normaliser, config.ce_weight,
-        config.l1_weight, config.kl_weight,
-    )  # fmt: skip
-    loss, bce = terms.loss, 0.0
-    if drafter.confidence_head:
-        w1 = markov.markov_w1(previous)[supervised] if drafter.confidence_head.with_markov else None
-        state = hidden[supervised]
-        if config.detach_confidence:
-            state, w1 = state.detach(), w1 if w1 is None else w1.detach()
-        bce = confidence_loss(drafter.confidence_head(state, w1), terms.c_star, weights, normaliser)
-        loss = loss + config.confidence_weight * bce
-    # terms.greedy compares within the draft vocabulary, decoding with the target's best token of all: where that is
-    # outside, no draft is accepted. The whole LM head would tell, at several times the cost of this loss; the data's
-    # token stands in for it (in greedy answers they are the same).
-    known = draft_labels >= 0
-    hits = terms.greedy & known
-    greedy = torch.zeros_like(supervised)
-    greedy[supervised] = hits
-    log = {
-        "loss": float(loss.detach()),
-        "ce": float((terms.ce * weights).sum() / normaliser),
-        "l1": float((terms.l1 * weights).sum() / normaliser),
-        "bce": float(bce.detach()) if torch.is_tensor(bce) else bce,
-        "draft_tokens": int(supervised.sum()),
-        "greedy_hits": int(hits.sum()),
-        "covered": int(known.sum()),
-        "tau_teacher": accepted_length(greedy, supervised),
-        "whole_blocks": int(supervised.all(1).sum()),  # those that tau_teacher is the mean of
-    }
-    return loss, log
 
 
 class Trainer:
@@ -322,14 +274,6 @@ class Trainer:
     def _forget_later_rows(self) -> None:
         for name in ("log.csv", "heldout.csv") if self.rank == 0 else ():
             keep_until(self.folder / name, self.step)
-
-
-def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], seed: int) -> DSparkDrafter:
-    """A freshly initialised float32 drafter on the target's frozen embedding and LM head."""
-    config.check_target(target)
-    torch.manual_seed(seed)
-    drafter = baselines.build(config).to(target.device)
-    return drafter.adopt_target(target.embed_tokens, target.lm_head, draft_vocabulary(config, target, samples))
 
 
 def _boolean(text: str) -> bool:

@@ -21,10 +21,11 @@ from dspark.data import Sample
 from dspark.decode import answer, pooled_tau
 from dspark.drafter import DSparkDrafter
 from dspark.eagle3 import Eagle3Drafter
+from dspark.initial import new_drafter
 from dspark.read_formats import read_eagle3
 from dspark.source import LocalSource
 from dspark.target import Target
-from dspark.train import TrainConfig, Trainer, new_drafter
+from dspark.train import TrainConfig, Trainer
 
 KINDS = pytest.mark.parametrize("latent", [False, True], ids=["standard", "latent"])
 TIGHT = {"rtol": 0, "atol": 2e-5}

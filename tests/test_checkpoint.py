@@ -12,9 +12,9 @@ from dspark import checkpoint, formats, read_formats, schedule
 from dspark.config import PRESETS
 from dspark.decode import answer, heldout_tau
 from dspark.evaluate import COMMITTED_DRAFTER
+from dspark.initial import new_drafter
 from dspark.read_formats import read_config
 from dspark.target import Target
-from dspark.train import new_drafter
 
 KEPT = torch.arange(0, VOCAB, 3)
 VARIANTS = {

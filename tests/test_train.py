@@ -11,21 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
 
-from dspark import checkpoint, train
+from dspark import checkpoint, losses, train
 from dspark.anchors import micro_batches, sample_anchors, supervision
 from dspark.config import PRESETS
 from dspark.data import Sample
 from dspark.decode import answer
-from dspark.initial import trained_drafter
-from dspark.losses import position_weights
+from dspark.initial import new_drafter, trained_drafter
+from dspark.losses import drafter_loss, position_weights
 from dspark.optim import Float32Muon, lr_scale, orthogonal
 from dspark.source import LocalSource
-from dspark.train import (
-    TrainConfig,
-    Trainer,
-    drafter_loss,
-    new_drafter,
-)
+from dspark.train import TrainConfig, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -308,13 +303,13 @@ def test_log_pools_over_micro_batches(lively, samples, tmp_path):
 def test_a_token_outside_the_draft_vocabulary_is_never_accepted(lively, samples, tmp_path, monkeypatch):
     """A draft that equals the target's best of the kept ids at every slot: decoding would still reject it wherever the
     target says another token, and the log counts it so."""
-    loss = train.acceptance_loss
+    loss = losses.acceptance_loss
 
     def agreeing(*args):
         terms = loss(*args)
         return terms._replace(greedy=torch.ones_like(terms.greedy))
 
-    monkeypatch.setattr(train, "acceptance_loss", agreeing)
+    monkeypatch.setattr(losses, "acceptance_loss", agreeing)
     once = TrainConfig(**{**vars(QUICK), "steps": 1})
     run = trainer(lively, samples, tmp_path / "run", once, draft_vocab_size=12)
     _, batch = next(micro_batches(run.source, run.config, 0))
