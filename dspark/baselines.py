@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dspark import checkpoint, formats
+from dspark import checkpoint, formats, read_formats
 from dspark.checkpoint import SINGLE
 from dspark.config import DSparkConfig
 from dspark.drafter import Draft, DSparkDrafter
@@ -33,7 +33,7 @@ def eagle3_config(shape: DSparkConfig, latent: bool) -> Eagle3Config:
     The width of the FFN takes up the difference, in multiples of 16. Latent sizes are DeepSeek-V2's: d_c = 4 d, half
     a head for the rotary part.
     """
-    names = {field.name for field in fields(formats.Eagle3Config)} & {field.name for field in fields(DSparkConfig)}
+    names = {field.name for field in fields(read_formats.Eagle3Config)} & {field.name for field in fields(DSparkConfig)}
     same = {name: getattr(shape, name) for name in names} | {
         "num_hidden_layers": 1,
         "intermediate_size": 16,
@@ -117,8 +117,8 @@ def load(source: str | Path, target, dtype=None):
         return checkpoint.load(folder, target, dtype)
     latent = {name: raw[name] for name in LATENT if raw.get(name) is not None}
     try:
-        latent = {name: formats._typed(name, int, value) for name, value in latent.items()}
-        plain = formats.read_eagle3({name: value for name, value in raw.items() if name not in latent}, target)
+        latent = {name: read_formats.typed(name, int, value) for name, value in latent.items()}
+        plain = read_formats.read_eagle3({name: value for name, value in raw.items() if name not in latent}, target)
         config = Eagle3Config(**asdict(plain) | latent)
         config.check_target(target)
     except ValueError as error:

@@ -26,11 +26,14 @@ from dspark.anchors import MicroBatch, micro_batches
 from dspark.config import PRESETS
 from dspark.data import load_samples
 from dspark.evaluate import hardware
+from dspark.initial import new_drafter
+from dspark.losses import drafter_loss
+from dspark.optim import optimizers
 from dspark.paths import cache_dir
 from dspark.selfwrite import data_folder, written_files
 from dspark.source import LocalSource
 from dspark.target import EMBEDDED, Target, embedded_target
-from dspark.train import TrainConfig, drafter_loss, new_drafter, optimizers
+from dspark.train import TrainConfig
 
 TRAINERS = ("dspark", "speculators")
 STAGES = ("forward_s", "backward_s", "optimizer_s")

@@ -22,6 +22,7 @@ from dspark import card, formats
 from dspark.config import DSparkConfig
 from dspark.drafter import DSparkDrafter
 from dspark.formats import CALIBRATION, read_json, read_temperatures
+from dspark.read_formats import read_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MASK_PICKLE = "mask_embedding.pt"  # vLLM puts it in place of the mask's embedding
@@ -83,7 +84,7 @@ def read(folder: Path, target=None) -> Checkpoint:
     folder = Path(folder)
     raw = _config_json(folder)
     try:
-        config, notes = formats.read_config(raw, target)
+        config, notes = read_config(raw, target)
     except ValueError as error:
         raise ValueError(f"{folder.name}: {error}") from error
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dspark import formats
+from dspark import read_formats
 from dspark.config import DSparkConfig
 from dspark.drafter import MLP, Draft, DSparkDrafter
 from dspark.kernels import cpu
@@ -24,7 +24,7 @@ LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
-class Eagle3Config(formats.Eagle3Config):
+class Eagle3Config(read_formats.Eagle3Config):
     """Shape of an Eagle3 drafter. With a `kv_lora_rank` its attention is latent (MLA, DeepSeek-V2, arXiv 2405.04434,
     queries uncompressed); the names of those four fields are DeepSeek's. Any number of drafts can be chained."""
 

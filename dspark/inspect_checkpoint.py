@@ -15,6 +15,7 @@ from dspark.config import PRESETS, DSparkConfig
 from dspark.drafter import DSparkDrafter
 from dspark.eagle3 import LATENT
 from dspark.exchange import reaching_hub
+from dspark.read_formats import read_config, read_eagle3
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}  # of an element; the others have one
 PARTS = {  # in the order of a table; the first that a tensor's name begins with
@@ -65,11 +66,11 @@ def inspect(source: str | Path) -> Anatomy:
     try:
         if kind == "eagle3":
             latent = {name: raw[name] for name in LATENT if raw.get(name) is not None}
-            shape = formats.read_eagle3({name: value for name, value in raw.items() if name not in latent})
+            shape = read_eagle3({name: value for name, value in raw.items() if name not in latent})
             shown = dataclasses.asdict(shape) | latent
             rows += [(name.replace("_", " "), str(value)) for name, value in shown.items()]
         else:
-            config, notes = formats.read_config(raw)
+            config, notes = read_config(raw)
             odd += notes + (checkpoint.tensor_faults(config, tensors) if tensors else [])
     except ValueError as error:
         odd.append(str(error))

@@ -97,7 +97,8 @@ def drafter_size(shape: DSparkConfig) -> Drafter:
     import torch
 
     from dspark.drafter import DSparkDrafter
-    from dspark.train import TrainConfig, optimizers
+    from dspark.optim import optimizers
+    from dspark.train import TrainConfig
 
     with torch.device("meta"):
         drafter = DSparkDrafter(shape)

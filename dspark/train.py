@@ -6,31 +6,29 @@ on-policy: it draws responses anew whenever it is asked.
 """
 
 import argparse
-import csv
 import dataclasses
-import hashlib
 import json
-import math
 import shutil
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from dspark import baselines, checkpoint, ranks, stream
-from dspark.anchors import MicroBatch, micro_batches
+from dspark.anchors import micro_batches
 from dspark.config import PRESETS, DSparkConfig
-from dspark.data import Sample, frequent_ids, heldout_prompts, load_samples
+from dspark.csv_log import append, keep_until
+from dspark.data import heldout_prompts, load_samples
 from dspark.decode import heldout_tau
-from dspark.drafter import DSparkDrafter, vocabulary_maps
+from dspark.drafter import DSparkDrafter
 from dspark.eagle3 import Eagle3Config
-from dspark.losses import acceptance_loss, accepted_length, confidence_loss
-from dspark.muon import Float32Muon
+from dspark.initial import draft_vocabulary, new_drafter, trained_drafter, weights_digest
+from dspark.losses import drafter_loss
+from dspark.optim import lr_scale, optimizers
 from dspark.paths import cache_dir
 from dspark.selfwrite import data_folder, written_files
 from dspark.source import LocalSource, digest_of
@@ -91,75 +89,6 @@ class TrainConfig:
             except ValueError as error:
                 raise ValueError(f"TrainConfig.block_sizes = {sizes}: {error}") from error
         return dataclasses.replace(self, block_sizes=sizes)
-
-
-def lr_scale(step: int, steps: int, warmup_steps: int, decay: float) -> float:
-    """Linear warm-up to 1, constant, then cosine to 0 over the last `decay` of the steps; never a jump."""
-    rise = max(1, min(warmup_steps, steps))
-    if step < rise:
-        return (step + 1) / rise
-    fall = max(rise, steps - round(decay * steps))
-    return 0.5 * (1 + math.cos(math.pi * max(0, step + 1 - fall) / max(1, steps + 1 - fall)))
-
-
-def drafter_loss(
-    drafter: DSparkDrafter, target_head: Tensor, batch: MicroBatch, normaliser: float, config: TrainConfig
-):
-    """(loss to differentiate, sums for the log) of one micro-batch; target_head [D, H]: the draft vocabulary's rows."""
-    row, anchors, supervised = batch.row, batch.anchors, batch.supervised
-    n = batch.labels.shape[1]
-    hidden = drafter.block_hidden(row.features, row.positions, row.tokens, anchors, row.starts[anchors], n)
-    hidden = hidden.to(getattr(torch, config.dtype))
-    previous = torch.cat([row.tokens[anchors][:, None], batch.labels[:, :-1]], 1)  # x_{k-1}, x_0 the anchor
-    markov = drafter.markov_head
-    m = markov(previous, hidden)[supervised] if markov else None
-    looked_at = (anchors[:, None] + torch.arange(n, device=anchors.device))[supervised]
-    unique, index = looked_at.unique(return_inverse=True)
-    weights, draft_labels = batch.weights[supervised], drafter.to_draft_ids(batch.labels[supervised])
-    terms = acceptance_loss(
-        hidden[supervised], m, drafter.lm_head.weight, markov.markov_w2.weight if markov else None,
-        row.hidden[unique].to(hidden.dtype), target_head, index, draft_labels, weights, normaliser, config.ce_weight,
-        config.l1_weight, config.kl_weight,
-    )  # fmt: skip
-    loss, bce = terms.loss, 0.0
-    if drafter.confidence_head:
-        w1 = markov.markov_w1(previous)[supervised] if drafter.confidence_head.with_markov else None
-        state = hidden[supervised]
-        if config.detach_confidence:
-            state, w1 = state.detach(), w1 if w1 is None else w1.detach()
-        bce = confidence_loss(drafter.confidence_head(state, w1), terms.c_star, weights, normaliser)
-        loss = loss + config.confidence_weight * bce
-    # terms.greedy compares within the draft vocabulary, decoding with the target's best token of all: where that is
-    # outside, no draft is accepted. The whole LM head would tell, at several times the cost of this loss; the data's
-    # token stands in for it (in greedy answers they are the same).
-    known = draft_labels >= 0
-    hits = terms.greedy & known
-    greedy = torch.zeros_like(supervised)
-    greedy[supervised] = hits
-    log = {
-        "loss": float(loss.detach()),
-        "ce": float((terms.ce * weights).sum() / normaliser),
-        "l1": float((terms.l1 * weights).sum() / normaliser),
-        "bce": float(bce.detach()) if torch.is_tensor(bce) else bce,
-        "draft_tokens": int(supervised.sum()),
-        "greedy_hits": int(hits.sum()),
-        "covered": int(known.sum()),
-        "tau_teacher": accepted_length(greedy, supervised),
-        "whole_blocks": int(supervised.all(1).sum()),  # those that tau_teacher is the mean of
-    }
-    return loss, log
-
-
-def optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon (or AdamW) on the matrices of fc and layers, AdamW on norms and heads, under one learning-rate scale."""
-    matrices = [p for p in (*drafter.fc.parameters(), *drafter.layers.parameters()) if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in drafter.parameters() if p.requires_grad and id(p) not in chosen]
-    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
-    muon = Float32Muon if config.dtype == "float32" else torch.optim.Muon
-    muon = partial(muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    of_matrices = muon if config.matrix_optimizer == "muon" else adamw
-    return [of_matrices(matrices, lr=config.muon_lr), adamw(rest, lr=config.lr)]
 
 
 class Trainer:
@@ -262,7 +191,7 @@ class Trainer:
             "seconds": round(self.seconds, 1),
             "waited": round(self.waited, 1),  # of them, for hidden states
         }
-        _append(self.folder / "log.csv", row)
+        append(self.folder / "log.csv", row)
         bar.set_postfix(loss=row["loss"], acc=row["greedy_acceptance"], tau=row["tau_teacher"])
 
     def _measure_heldout(self) -> None:
@@ -271,7 +200,7 @@ class Trainer:
             return
         taus = {f"tau_n{n}": heldout_tau(self.target, frozen, self.heldout, n) for n in self._heldout_n()}
         row = {"step": self.step, "draft_tokens": self.draft_tokens, "seconds": round(self.seconds, 1), **taus}
-        _append(self.folder / "heldout.csv", row)
+        append(self.folder / "heldout.csv", row)
         tqdm.write(f"held-out at step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in taus.items()))
 
     def _heldout_n(self) -> list[int]:
@@ -344,83 +273,7 @@ class Trainer:
 
     def _forget_later_rows(self) -> None:
         for name in ("log.csv", "heldout.csv") if self.rank == 0 else ():
-            _keep_until(self.folder / name, self.step)
-
-
-def _append(path: Path, row: dict) -> None:
-    """Add a row to a CSV log, under the columns that it has: an older run's may lack some."""
-    columns = None
-    if path.exists():
-        with path.open(newline="") as file:
-            columns = next(csv.reader(file), None)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns or list(row), extrasaction="ignore")
-        if columns is None:
-            writer.writeheader()
-        writer.writerow(row)
-
-
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the rows of a CSV log that a resumed run will write again, and the file if none is left."""
-    if not path.exists():
-        return
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines[1:] if int(line.split(",")[0]) <= step]
-    if kept:
-        path.write_text("".join(lines[:1] + kept))
-    else:
-        path.unlink()
-
-
-def new_drafter(config: DSparkConfig, target: Target, samples: list[Sample], seed: int) -> DSparkDrafter:
-    """A freshly initialised float32 drafter on the target's frozen embedding and LM head."""
-    config.check_target(target)
-    torch.manual_seed(seed)
-    drafter = baselines.build(config).to(target.device)
-    return drafter.adopt_target(target.embed_tokens, target.lm_head, draft_vocabulary(config, target, samples))
-
-
-def draft_vocabulary(config: DSparkConfig, target: Target, samples: list[Sample]) -> Tensor | None:
-    """The draft vocabulary [D] that the data suggest, None where it is the target's whole."""
-    if config.draft_vocab_size is None:
-        return None
-    return frequent_ids(samples, config.draft_vocab_size, target.eos_token_ids).to(target.device)
-
-
-def weights_digest(folder: Path) -> str:
-    """Names the weights of the drafter in `folder` by the bytes of their files."""
-    digest = hashlib.sha256()
-    for path in checkpoint.weight_files(Path(folder)):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
-
-
-def trained_drafter(
-    folder: Path, target: Target, shape: DSparkConfig, seed: int, kept: Tensor | None = None
-) -> DSparkDrafter:
-    """A float32 drafter of `shape` to go on training from the one in `folder`; heads that it lacks begin at random.
-
-    kept [D], target ids, rising: another draft vocabulary than its own. Ids new to it begin with the target's LM head
-    row and no Markov bias. An embedding or LM head of its own stays its own; the target's tensors are copied, never
-    written to. ValueError where the shapes do not fit.
-    """
-    before = checkpoint.load(folder, target, torch.float32)
-    learnt = before.state_dict()
-    torch.manual_seed(seed)
-    drafter = baselines.build(shape).to(target.device)
-    if kept is not None:
-        at = before.to_draft_ids(kept)[:, None]
-        for name, new in (("lm_head.weight", target.lm_head[kept]), ("markov_head.markov_w2.weight", 0.0)):
-            if name in learnt:
-                learnt[name] = torch.where(at >= 0, learnt[name][at[:, 0].clamp_min(0)], new)
-        learnt["d2t"], learnt["t2d"] = vocabulary_maps(kept, shape.vocab_size)
-    missing, unexpected = drafter.load_state_dict(learnt, strict=False)
-    strange = [name for name in missing if not name.startswith(("markov_head.", "confidence_head."))] + unexpected
-    if strange:
-        raise ValueError(f"{Path(folder).name} is no beginning of this shape: {strange[:4]}")
-    drafter.notes, drafter.own = before.notes, before.own
-    return drafter
+            keep_until(self.folder / name, self.step)
 
 
 def _boolean(text: str) -> bool:

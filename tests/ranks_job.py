@@ -10,8 +10,9 @@ from tiny import tiny_config, tiny_target
 
 from dspark import ranks
 from dspark.data import Sample
+from dspark.initial import new_drafter
 from dspark.source import LocalSource
-from dspark.train import TrainConfig, Trainer, new_drafter
+from dspark.train import TrainConfig, Trainer
 
 LENGTHS = (30, 20, 9, 25, 30, 14, 30, 11, 4, 22)
 

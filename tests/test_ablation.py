@@ -15,9 +15,10 @@ from dspark.ablation import HEADS, AblationConfig, Arm
 from dspark.batched import Contestant, Served
 from dspark.config import PRESETS
 from dspark.data import load_prompts
+from dspark.initial import new_drafter
 from dspark.paths import cache_dir
 from dspark.schedule import Fixed, Threshold
-from dspark.train import TrainConfig, new_drafter
+from dspark.train import TrainConfig
 
 SHAPE = PRESETS["smollm2-135m"]
 

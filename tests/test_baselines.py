@@ -14,17 +14,19 @@ from transformers import DeepseekV2Config, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from dspark import baselines, eagle3, formats, train
+from dspark import baselines, eagle3, train
 from dspark.baselines import PromptLookup, eagle3_config, trained_parameters
 from dspark.config import PRESETS, DSparkConfig
 from dspark.data import Sample
 from dspark.decode import answer, pooled_tau
 from dspark.drafter import DSparkDrafter
 from dspark.eagle3 import Eagle3Drafter
+from dspark.initial import new_drafter
 from dspark.kernels import cpu
+from dspark.read_formats import read_eagle3
 from dspark.source import LocalSource
 from dspark.target import Target
-from dspark.train import TrainConfig, Trainer, new_drafter
+from dspark.train import TrainConfig, Trainer
 
 KINDS = pytest.mark.parametrize("latent", [False, True], ids=["standard", "latent"])
 TIGHT = {"rtol": 0, "atol": 2e-5}
@@ -379,7 +381,7 @@ def test_a_saved_drafter_comes_back_the_same(toy, latent, draft_ids, tmp_path):
     if latent:
         assert raw["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and raw["kv_lora_rank"] == 32
     else:
-        theirs = formats.read_eagle3(raw)
+        theirs = read_eagle3(raw)
         assert theirs.intermediate_size == drafter.config.intermediate_size
 
 

@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, packed_row, tiny_config, tiny_drafter, tiny_model, tiny_target
 
-from dspark import checkpoint, formats, schedule
+from dspark import checkpoint, formats, read_formats, schedule
 from dspark.config import PRESETS
 from dspark.decode import answer, heldout_tau
 from dspark.evaluate import COMMITTED_DRAFTER
+from dspark.initial import new_drafter
+from dspark.read_formats import read_config
 from dspark.target import Target
-from dspark.train import new_drafter
 
 KEPT = torch.arange(0, VOCAB, 3)
 VARIANTS = {
@@ -139,7 +140,7 @@ def test_config_states_every_default_that_servers_disagree_on(toy, saved):
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_the_format(name):
     for write in (formats.to_native, formats.to_speculators):
-        assert formats.read_config(json.loads(json.dumps(write(PRESETS[name])))) == (PRESETS[name], [])
+        assert read_config(json.loads(json.dumps(write(PRESETS[name])))) == (PRESETS[name], [])
 
 
 # ---- a file's own embedding and LM head (pitfalls 17, 42)
@@ -254,7 +255,7 @@ def test_missing_and_broken_files_are_named(toy, saved):
 
 def test_every_missing_key_is_named_or_decided_as_vllm_does(saved):
     native = json.loads((saved / "config.json").read_text())
-    wanted, none = formats.read_config(native)
+    wanted, none = read_config(native)
     assert not none
     described = {"model_type", "use_sliding_window", "hidden_act", "attention_bias", "dtype", "tie_word_embeddings"}
     decided = {"enable_confidence_head": False, "confidence_head_with_markov": False, "num_target_layers": 3,
@@ -264,20 +265,20 @@ def test_every_missing_key_is_named_or_decided_as_vllm_does(saved):
     refused = set()
     for key in native:
         try:
-            config, notes = formats.read_config({k: v for k, v in native.items() if k != key})
+            config, notes = read_config({k: v for k, v in native.items() if k != key})
         except ValueError as error:
             assert key in str(error)
             refused.add(key)
             continue
         if key in decided:
-            name = {v: k for k, v in formats._RENAMED.items()}.get(key, key)
+            name = {v: k for k, v in read_formats._RENAMED.items()}.get(key, key)
             assert getattr(config, name) == decided[key] and len(notes) == 1
         else:
             assert key in silent and not notes and (config == wanted) == (key != "draft_vocab_size")
     assert refused == set(native) - set(decided) - silent
     no_rope = {k: v for k, v in native.items() if not k.startswith("rope")}
     with pytest.raises(ValueError, match="lacks rope_theta"):
-        formats.read_config(no_rope)
+        read_config(no_rope)
 
 
 BAD_FIELDS = {

@@ -11,8 +11,9 @@ import dspark.drafter
 from dspark.anchors import MicroBatch, sample_anchors, supervision
 from dspark.decode import answer
 from dspark.drafter import DSparkDrafter, vocabulary_maps
+from dspark.losses import drafter_loss
 from dspark.target import Target
-from dspark.train import TrainConfig, drafter_loss
+from dspark.train import TrainConfig
 
 KEPT = torch.arange(0, VOCAB, 3)
 LAYOUTS = {"anchor-first": True, "fill-in": False}

@@ -27,6 +27,7 @@ from dspark.drafter import DSparkDrafter
 from dspark.evaluate import COMMITTED_DRAFTER
 from dspark.inspect_checkpoint import inspect
 from dspark.paths import ROOT
+from dspark.read_formats import read_config, read_eagle3
 
 DEEPSEEK = {  # deepseek-ai/dspark_qwen3_4b_block7: a copy of the target's config, and what DeepSpec adds to it
     "architectures": ["Qwen3DSparkModel"], "attention_bias": False, "attention_dropout": 0.0, "block_size": 7,
@@ -106,7 +107,7 @@ def shapes(config) -> dict:
 
 
 def test_kimi_reads_as_the_preset_with_44_tensors():
-    config, notes = formats.read_config(KIMI)
+    config, notes = read_config(KIMI)
     assert config == PRESETS["kimi-k2.6"].replace(target_num_hidden_layers=57)
     assert config.aux_hidden_state_layer_ids == (1, 29, 57) and config.max_draft_tokens == 7
     assert len(notes) == 2 and "depth is not stated: at least 57" in notes[0]
@@ -116,7 +117,7 @@ def test_kimi_reads_as_the_preset_with_44_tensors():
 
 
 def test_deepseek_reads_as_the_preset_and_defaults_to_the_other_layout():
-    config, notes = formats.read_config(DEEPSEEK)
+    config, notes = read_config(DEEPSEEK)
     expected = PRESETS["qwen3-4b"].replace(max_position_embeddings=40960, target="an unnamed target")
     assert config == expected and config.max_draft_tokens == 7
     assert len(notes) == 2 and notes[1].startswith("sample_from_anchor is not stated: true, as vLLM reads the native")
@@ -128,7 +129,7 @@ def test_deepseek_reads_as_the_preset_and_defaults_to_the_other_layout():
 
 @pytest.mark.parametrize("raw", [DFLASH, PUBLIC["deepspec's DFlash"]], ids=["z-lab", "DeepSpec"])
 def test_dflash_has_no_heads_and_its_own_layout(raw):
-    config, _ = formats.read_config(raw)
+    config, _ = read_config(raw)
     assert config.markov_rank == 0 and not config.confidence_head and config.mask_token_id == 151669
     assert config.target_layer_ids == (1, 9, 17, 25, 33) and config.rope_theta == 1e6
     drafts = {"DFlashDraftModel": (False, 15), "Qwen3DSparkModel": (True, 7)}
@@ -137,23 +138,23 @@ def test_dflash_has_no_heads_and_its_own_layout(raw):
 
 def test_attention_that_a_file_leaves_open():
     """speculators' default (all sliding, causal), mixed layers, and its flag, which vLLM does not read."""
-    own, notes = formats.read_config(PUBLIC["speculators' own default"])
+    own, notes = read_config(PUBLIC["speculators' own default"])
     assert own.is_causal is None and own.sliding_layers == (0, 1, 2) and own.sliding_window == 2048
     assert any("counts the sliding window back from the anchor" in note for note in notes)
-    mixed, _ = formats.read_config(PUBLIC["mixed attention"])
+    mixed, _ = read_config(PUBLIC["mixed attention"])
     assert [mixed.causal(layer) for layer in range(3)] == [True, False, True]
-    flagged, notes = formats.read_config(PUBLIC["mixed attention"] | {"sliding_window_non_causal": True})
+    flagged, notes = read_config(PUBLIC["mixed attention"] | {"sliding_window_non_causal": True})
     assert flagged.is_causal is False and any("vLLM 0.32 ignores" in note for note in notes)
-    assert formats.read_config(PUBLIC["our is_causal"])[0].is_causal is False
+    assert read_config(PUBLIC["our is_causal"])[0].is_causal is False
 
 
 def test_what_is_stated_twice_and_differently_is_noted():
-    config, notes = formats.read_config(PUBLIC["two thetas"])
+    config, notes = read_config(PUBLIC["two thetas"])
     assert config.rope_theta == 1e6 and any("5.0 at the top level and 1000000" in note for note in notes)
-    config, notes = formats.read_config(PUBLIC["nested ids"])
+    config, notes = read_config(PUBLIC["nested ids"])
     assert config.target_layer_ids == (2, 3, 4, 5, 6) and config.mask_token_id == 151670
     assert any("dflash_config.target_layer_ids is taken" in note for note in notes)
-    _, notes = formats.read_config(PUBLIC["aux ids"])
+    _, notes = read_config(PUBLIC["aux ids"])
     assert not any("differently" in note for note in notes)  # the same layers in both conventions
 
 
@@ -162,12 +163,12 @@ def test_what_is_stated_twice_and_differently_is_noted():
 def test_rotary_positions_that_are_not_plain_are_refused(scaling, where):
     """Without a type, too: a factor scales something, whatever it was meant for."""
     with pytest.raises(ValueError, match="factor = (4.0|0.5) of the rotary positions is not supported, only 1"):
-        formats.read_config(DEEPSEEK | {"rope_parameters": None, where: {"rope_theta": 1e6} | scaling})
-    for raw, read in ((DEEPSEEK, formats.read_config), (EAGLES["its authors'"], formats.read_eagle3)):
+        read_config(DEEPSEEK | {"rope_parameters": None, where: {"rope_theta": 1e6} | scaling})
+    for raw, read in ((DEEPSEEK, read_config), (EAGLES["its authors'"], read_eagle3)):
         with pytest.raises(ValueError, match="partial_rotary_factor = 0.25 is not supported, only 1.0"):
             read(raw | {"partial_rotary_factor": 0.25})
     plain = {"rope_theta": 1e6, "factor": 1.0, "partial_rotary_factor": 1.0}
-    assert formats.read_config(DEEPSEEK | {"rope_parameters": plain, "partial_rotary_factor": 1})[0].rope_theta == 1e6
+    assert read_config(DEEPSEEK | {"rope_parameters": plain, "partial_rotary_factor": 1})[0].rope_theta == 1e6
 
 
 def test_the_target_fills_in_its_name_and_depth(toy, tmp_path, caplog):
@@ -190,7 +191,7 @@ def test_the_target_fills_in_its_name_and_depth(toy, tmp_path, caplog):
 def test_only_a_rising_order_and_block_outputs_can_be_tapped():
     for ids in ([29, 1, 57], [0, 29, 57]):  # 0 is the embedding's output
         with pytest.raises(ValueError, match="target_layer_ids = "):
-            formats.read_config(KIMI | {"aux_hidden_state_layer_ids": ids})
+            read_config(KIMI | {"aux_hidden_state_layer_ids": ids})
 
 
 def test_what_the_speculators_format_cannot_say_is_refused():
@@ -198,12 +199,12 @@ def test_what_the_speculators_format_cannot_say_is_refused():
     with pytest.raises(ValueError, match="no full attention that is causal"):
         formats.to_speculators(causal)
     sliding = causal.replace(sliding_layers=(0, 1, 2), sliding_window=64)
-    assert formats.read_config(formats.to_speculators(sliding))[0] == sliding
+    assert read_config(formats.to_speculators(sliding))[0] == sliding
     rnn = PRESETS["kimi-k2.6"].replace(markov_head_type="rnn")
     with pytest.raises(ValueError, match="rnn head in the fill-in layout"):
         formats.to_speculators(rnn)
     with pytest.raises(ValueError, match="cannot be read from speculators"):
-        formats.read_config(KIMI | {"markov_head_type": "rnn"})
+        read_config(KIMI | {"markov_head_type": "rnn"})
 
 
 # ---- tensors that files have or have not
@@ -267,17 +268,17 @@ EAGLES = {
 
 @pytest.mark.parametrize("raw", EAGLES.values(), ids=EAGLES)
 def test_an_eagle3_head_is_read_in_each_format(raw, toy, tmp_path):
-    shape = formats.read_eagle3(raw, toy)
+    shape = read_eagle3(raw, toy)
     assert (shape.num_attention_heads, shape.rope_theta, shape.num_hidden_layers) == (4, 1e4, 1)
     assert shape.draft_vocab_size == (13 if "draft_vocab_size" in raw else VOCAB)
     assert shape.aux_hidden_state_layer_ids == ((2, 2, 1) if raw is EAGLES["its authors'"] else (1, 2, 3))
     with pytest.raises(ValueError, match="Eagle3 head's, not a block drafter's"):
-        formats.read_config(raw)
+        read_config(raw)
     for changes, message in (({"head_dim": "8"}, "head_dim = '8' must be int"), ({"vocab_size": None}, "lacks")):
         layer = raw.get("transformer_layer_config")
         broken = raw | ({"transformer_layer_config": layer | changes} if layer else changes)
         with pytest.raises(ValueError, match=message):
-            formats.read_eagle3(broken)
+            read_eagle3(broken)
 
 
 # ---- anatomy
@@ -468,11 +469,11 @@ def test_a_name_in_the_serve_command_is_a_word_and_no_command(toy, name):
 def test_a_target_whose_name_is_not_printable_is_refused(name):
     """It would reach the terminal and the card as it is."""
     escaped = re.escape(repr(name))
-    for raw, read in ((DEEPSEEK | {"target_model": name}, formats.read_config),
-                      (EAGLES["DeepSpec's"] | {"target_model_name_or_path": name}, formats.read_eagle3)):  # fmt: skip
+    for raw, read in ((DEEPSEEK | {"target_model": name}, read_config),
+                      (EAGLES["DeepSpec's"] | {"target_model_name_or_path": name}, read_eagle3)):  # fmt: skip
         with pytest.raises(ValueError, match=f"target(_model)? = {escaped} must be str of printable characters"):
             read(raw)
-    assert formats.read_config(DEEPSEEK | {"target_model": "Größe/模型 1"})[0].target == "Größe/模型 1"
+    assert read_config(DEEPSEEK | {"target_model": "Größe/模型 1"})[0].target == "Größe/模型 1"
 
 
 def test_the_committed_drafter_goes_out_and_comes_back_bit_for_bit(tmp_path, capsys, no_set_up):
@@ -489,7 +490,7 @@ def test_the_committed_drafter_goes_out_and_comes_back_bit_for_bit(tmp_path, cap
     returned = load_file(back / "model.safetensors")
     assert set(kept) == set(returned) and all(torch.equal(kept[name], returned[name]) for name in kept)
     native = [json.loads((folder / "config.json").read_text()) for folder in (COMMITTED_DRAFTER, back)]
-    assert formats.read_config(native[0]) == formats.read_config(native[1])
+    assert read_config(native[0]) == read_config(native[1])
 
 
 def test_a_missing_markov_head_is_stood_in_for_in_the_format_that_does_so(toy, tmp_path, capsys, no_set_up):

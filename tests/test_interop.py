@@ -21,10 +21,11 @@ from test_formats import PUBLIC
 from test_vllm import ON_CPU
 from tiny import VOCAB, packed_row, tiny_drafter, tiny_model, tiny_target
 
-from dspark import baselines, checkpoint, formats
+from dspark import baselines, checkpoint
 from dspark.evaluate import COMMITTED_DRAFTER
 from dspark.inspect_checkpoint import inspect
 from dspark.paths import DATA, ROOT
+from dspark.read_formats import read_config
 from dspark.setup import has_gpu
 from dspark.source import PackedRow
 from dspark.target import embedded_target
@@ -220,7 +221,7 @@ def test_vllm_loads_our_files_and_drafts_the_same(toy, matrix, tmp_path):
 
 def decisions(raw: dict) -> dict:
     """What peers.vllm_decisions asks of vLLM, by our reading."""
-    config, _ = formats.read_config(raw)
+    config, _ = read_config(raw)
     return {
         "sample_from_anchor": config.sample_from_anchor,
         "aux_hidden_state_layer_ids": list(config.aux_hidden_state_layer_ids),

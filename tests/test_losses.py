@@ -9,8 +9,8 @@ from tiny import HIDDEN, VOCAB, packed_row, tiny_drafter, tiny_target
 
 from dspark.anchors import MicroBatch, supervision
 from dspark.kernels import acceptance_loss_reference
-from dspark.losses import acceptance_loss, accepted_length, confidence_loss, position_weights
-from dspark.train import TrainConfig, drafter_loss
+from dspark.losses import acceptance_loss, accepted_length, confidence_loss, drafter_loss, position_weights
+from dspark.train import TrainConfig
 
 MIXES = {  # ce, l1, kl
     "ce": (1.0, 0.0, 0.0),

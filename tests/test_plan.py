@@ -13,10 +13,12 @@ from dspark.anchors import micro_batches
 from dspark.config import PRESETS
 from dspark.data import Sample
 from dspark.drafter import DSparkDrafter
+from dspark.initial import new_drafter
+from dspark.losses import drafter_loss
 from dspark.plan import TARGETS, activations, drafter_size, state_bytes
 from dspark.serve import PROFILES
 from dspark.source import LocalSource
-from dspark.train import TrainConfig, Trainer, drafter_loss, new_drafter
+from dspark.train import TrainConfig, Trainer
 
 QWEN3_8B = Qwen3Config(
     hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,

@@ -11,21 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, VOCAB, packed_row, tiny_config, tiny_drafter, tiny_target
 
-from dspark import checkpoint, train
+from dspark import checkpoint, losses, train
 from dspark.anchors import micro_batches, sample_anchors, supervision
 from dspark.config import PRESETS
 from dspark.data import Sample
 from dspark.decode import answer
-from dspark.losses import position_weights
-from dspark.muon import Float32Muon, orthogonal
+from dspark.initial import new_drafter, trained_drafter
+from dspark.losses import drafter_loss, position_weights
+from dspark.optim import Float32Muon, lr_scale, orthogonal
 from dspark.source import LocalSource
-from dspark.train import (
-    TrainConfig,
-    Trainer,
-    drafter_loss,
-    lr_scale,
-    new_drafter,
-)
+from dspark.train import TrainConfig, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -308,13 +303,13 @@ def test_log_pools_over_micro_batches(lively, samples, tmp_path):
 def test_a_token_outside_the_draft_vocabulary_is_never_accepted(lively, samples, tmp_path, monkeypatch):
     """A draft that equals the target's best of the kept ids at every slot: decoding would still reject it wherever the
     target says another token, and the log counts it so."""
-    loss = train.acceptance_loss
+    loss = losses.acceptance_loss
 
     def agreeing(*args):
         terms = loss(*args)
         return terms._replace(greedy=torch.ones_like(terms.greedy))
 
-    monkeypatch.setattr(train, "acceptance_loss", agreeing)
+    monkeypatch.setattr(losses, "acceptance_loss", agreeing)
     once = TrainConfig(**{**vars(QUICK), "steps": 1})
     run = trainer(lively, samples, tmp_path / "run", once, draft_vocab_size=12)
     _, batch = next(micro_batches(run.source, run.config, 0))
@@ -658,7 +653,7 @@ def test_heads_are_added_to_a_bare_backbone(lively, samples, tmp_path):
     bare = trainer(lively, samples, tmp_path / "bare", markov_rank=0, confidence_head=False, draft_vocab_size=12)
     checkpoint.save(bare.inference_drafter(), tmp_path / "drafter", torch.float32)
     whole = bare.drafter.config.replace(markov_rank=4, confidence_head=True)
-    drafter = train.trained_drafter(tmp_path / "drafter", lively, whole, seed=1)
+    drafter = trained_drafter(tmp_path / "drafter", lively, whole, seed=1)
     new = dict(drafter.named_parameters())
     assert all(torch.equal(new[name], tensor) for name, tensor in bare.drafter.named_parameters())
     assert new["markov_head.markov_w1.weight"].requires_grad and not new["lm_head.weight"].requires_grad
@@ -671,7 +666,7 @@ def test_another_draft_vocabulary_keeps_what_was_learnt_of_the_ids_in_both(livel
     old = first.drafter.t2d.nonzero().squeeze(1)
     kept = torch.cat([old[2:], (~first.drafter.t2d).nonzero().squeeze(1)[:3]]).sort().values  # 10 of 12, and 3 others
     shape = first.drafter.config.replace(draft_vocab_size=len(kept))
-    drafter = train.trained_drafter(tmp_path / "drafter", lively, shape, 1, kept)
+    drafter = trained_drafter(tmp_path / "drafter", lively, shape, 1, kept)
     assert torch.equal(drafter.to_target_ids(torch.arange(13)), kept)
     assert torch.equal(drafter.lm_head.weight, lively.lm_head[kept].float())
     for row, token in zip(drafter.markov_head.markov_w2.weight, kept.tolist(), strict=True):
@@ -697,7 +692,7 @@ def with_ends_of_its_own(target, folder: Path) -> tuple[torch.Tensor, torch.Tens
 def test_an_embedding_and_a_head_of_its_own_go_through_training_into_the_export(lively, samples, tmp_path):
     """Else the exported drafter would run on the target's, with which it was not trained."""
     embedding, head = with_ends_of_its_own(lively, tmp_path / "own")
-    drafter = train.trained_drafter(tmp_path / "own", lively, tiny_config(), seed=1)
+    drafter = trained_drafter(tmp_path / "own", lively, tiny_config(), seed=1)
     source = LocalSource(lively, samples, tmp_path / "hidden")
     run = Trainer(drafter, lively, source, [], TrainConfig(**{**vars(QUICK), "steps": 2}), tmp_path / "run")
     run.run()
@@ -713,7 +708,7 @@ def test_another_draft_vocabulary_changes_nothing_of_the_target(tmp_path):
     target = tiny_target()  # no other test's: a fault would change it
     embedding, head = with_ends_of_its_own(target, tmp_path / "own")
     theirs, kept = (target.embed_tokens.clone(), target.lm_head.clone()), torch.arange(0, VOCAB, 3)
-    drafter = train.trained_drafter(tmp_path / "own", target, tiny_config(draft_vocab_size=len(kept)), 1, kept)
+    drafter = trained_drafter(tmp_path / "own", target, tiny_config(draft_vocab_size=len(kept)), 1, kept)
     assert torch.equal(target.embed_tokens, theirs[0]) and torch.equal(target.lm_head, theirs[1])
     assert torch.equal(drafter.embed_tokens.weight, embedding) and torch.equal(drafter.lm_head.weight, head[kept])
     assert "embed_tokens.weight" in drafter.own

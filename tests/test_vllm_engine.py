@@ -15,9 +15,10 @@ from dspark.config import PRESETS
 from dspark.data import Sample, load_prompts
 from dspark.decode import Answer, answer
 from dspark.evaluate import COMMITTED_DRAFTER, SweepConfig, sweep
+from dspark.initial import new_drafter
 from dspark.serve import Command
 from dspark.source import LocalSource
-from dspark.train import TrainConfig, Trainer, new_drafter
+from dspark.train import TrainConfig, Trainer
 
 SETS = ("own-gsm8k", "own-humaneval")
 CONFIG = SweepConfig("test", engine="vllm", max_new_tokens=24, dtype="float32", benchmarks=("own-gsm8k",), prompts=1)
