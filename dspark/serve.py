@@ -208,15 +208,28 @@ class Fleet:
         self.processes: dict[str, subprocess.Popen] = {}
         self.graces: dict[str, float] = {}
         self.last_lines: dict[str, deque] = {}
+        self.told_to_end = 0  # the signal
 
     def __enter__(self) -> "Fleet":
-        self._terminated = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that __exit__ runs
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._end) for number in numbers}
         return self
+
+    def _end(self, number: int, *_) -> None:
+        """Raise, so that __exit__ runs. Raised while Python forks, or in a destructor, it would be lost: the loops that
+        wait look for the signal too."""
+        self.told_to_end = number
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(143)
+
+    def _look_for_the_end(self) -> None:
+        if self.told_to_end:
+            self._end(self.told_to_end)
 
     def __exit__(self, *_) -> None:
         for name in list(self.processes):
             self.stop(name)
-        signal.signal(signal.SIGTERM, self._terminated)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def start(self, name: str, command: Command) -> subprocess.Popen:
         """Start a process in a session of its own, in place of a former one of that name; its output goes to
@@ -247,6 +260,7 @@ class Fleet:
         ends before or takes longer."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
+            self._look_for_the_end()
             if waiting and self.processes[waiting].poll() is not None:
                 return
             engine_died = any("EngineDeadError" in line for line in list(self.last_lines[name]))  # vLLM may live on
@@ -274,6 +288,7 @@ class Fleet:
     def wait(self, name: str, keep: str | None, command: Command | None, url: str, restarts: int = 3) -> int:
         """Exit code of `name`; meanwhile start `keep` (the verifier) again whenever it dies, `restarts` times."""
         while (code := self.processes[name].poll()) is None:
+            self._look_for_the_end()
             if keep and self.processes[keep].poll() is not None:
                 if restarts == 0:
                     raise RuntimeError(f"{keep} died again and again; its log is {keep}.log")

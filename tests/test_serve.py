@@ -278,6 +278,27 @@ run({{"verifier": server, "trainer": trainer}}, "http://127.0.0.1:{port}", Path(
     assert command.returncode != 0 and gone([command.pid, *pids])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_whose_exception_python_drops_still_ends_all(tmp_path, number, raised):
+    """As while it forks, where a kill was lost once."""
+
+    class Drops:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        with pytest.raises(raised), Fleet(tmp_path, quiet=True) as fleet:
+            pid = fleet.start("sleeper", Command(["sleep", "60"], {})).pid
+            Drops()
+            fleet.wait("sleeper", None, None, "")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert gone([pid])
+
+
 def test_a_training_is_followed_to_its_last_row(tmp_path):
     log = tmp_path / "log.csv"
     code = f"""
