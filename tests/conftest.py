@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import zmq
 
 from dspark.setup import has_gpu
 
@@ -28,3 +29,12 @@ def target():
     from dspark.target import Target
 
     return Target.load(dtype=torch.float32, layer_ids=PRESETS["smollm2-135m"].target_layer_ids)
+
+
+@pytest.fixture
+def socket():
+    """A trainer rank's end of the wire, not yet bound."""
+    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket.set(zmq.RCVHWM, 1)
+    yield socket
+    socket.close(0)

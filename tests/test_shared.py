@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-import zmq
 from test_wire import sample, until
 
 from dspark import outbox
@@ -42,14 +41,6 @@ def send_three(endpoint: str, done) -> None:
     until(lambda: box.held == 0)
     done.set()
     time.sleep(60)
-
-
-@pytest.fixture
-def socket():
-    socket = zmq.Context.instance().socket(zmq.PULL)
-    socket.set(zmq.RCVHWM, 1)
-    yield socket
-    socket.close(0)
 
 
 @pytest.fixture

@@ -125,14 +125,6 @@ def until(condition) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture
-def socket():
-    socket = zmq.Context.instance().socket(zmq.PULL)
-    socket.set(zmq.RCVHWM, 1)
-    yield socket
-    socket.close(0)
-
-
 def big(seed: int) -> WireSample:
     return sample(tokens=1000, width=1000, seed=seed)  # 6 MB
 
