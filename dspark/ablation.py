@@ -20,14 +20,12 @@ import numpy as np
 import pandas as pd
 import torch
 from scipy.stats import t as student
-from torch import Tensor, nn
 
 from dspark import baselines, checkpoint, schedule
 from dspark.batched import Served, observed_blocks, serve
 from dspark.config import DSparkConfig
 from dspark.data import OWN_SETS, load_prompts, read_jsonl
 from dspark.decode import pooled_tau, step_parts
-from dspark.drafter import DSparkDrafter
 from dspark.evaluate import COMMITTED_DRAFTER
 from dspark.paths import ROOT, cache_dir
 from dspark.schedule import Fixed
@@ -89,10 +87,8 @@ class AblationConfig:
 
     def training_of(self, arm: Arm) -> TrainConfig:
         detach = self.training.detach_confidence and arm.heads != "joint"
-        changes = {"seed": arm.seed, "block_sizes": (arm.block_size,), "detach_confidence": detach}
-        if self.training.dtype == "bfloat16":  # the dtype of measuring; some CPUs decode in it, and train far slower
-            changes["dtype"] = "auto"
-        return dataclasses.replace(self.training, **changes)
+        sizes = (arm.block_size,)
+        return dataclasses.replace(self.training, seed=arm.seed, block_sizes=sizes, detach_confidence=detach)
 
 
 def training_data(target: str, response_tokens: int) -> Path:
@@ -281,19 +277,6 @@ def paired(seeds: pd.DataFrame, pairs: list[tuple[str, str]], metrics=("tau", "c
 # ---- calibration, and tables that resume
 
 
-class OwnProbability(nn.Module):
-    """In a confidence head's place, a yardstick for it: the probability that a drafter with a vanilla Markov head gives
-    the tokens that it drafts greedily. Logits [..., D] are computed once more for it; returns log-odds [...]."""
-
-    def __init__(self, drafter: DSparkDrafter):
-        super().__init__()
-        self.parts = (drafter.lm_head, drafter.markov_head.bias)  # in a tuple: they stay the drafter's own modules
-
-    def forward(self, hidden: Tensor, w1: Tensor) -> Tensor:
-        lm_head, bias = self.parts
-        return torch.logit((lm_head(hidden) + bias(w1)).float().softmax(-1).amax(-1), eps=1e-6)
-
-
 def calibration_blocks(
     target: Target, drafter, benchmarks: tuple[str, ...], prompts: int, max_new_tokens: int, concurrency: int,
     temperature: float = 0.0, seed: int = 0,
@@ -364,10 +347,14 @@ def main(argv: list[str]) -> None:
     drafter = checkpoint.load(args.drafter, target)
     target.layer_ids = drafter.config.target_layer_ids
     size = (args.prompts, args.max_new_tokens, args.concurrency, args.temperature)
-    table, _ = calibrate(calibration_blocks(target, drafter, OWN_SETS, *size))
+    fits = {}
+    for source in ("head", "probability") if drafter.confidence_head else ("probability",):
+        drafter.confidence_source = source
+        fits[source], _ = calibrate(calibration_blocks(target, drafter, OWN_SETS, *size))
+    table = pd.concat(fits, names=["confidence"]).reset_index("confidence")
     print(table.round(3).to_string(index=False))
-    ece = round(float(table.ece_after.mean()), 4)
     schedule.save_temperatures(
-        args.drafter, table.temperature, decoding_temperature=args.temperature, ece_of_unseen_prompts=ece,
+        args.drafter, {source: fit.temperature for source, fit in fits.items()}, decoding_temperature=args.temperature,
+        ece_of_unseen_prompts={source: round(float(fit.ece_after.mean()), 4) for source, fit in fits.items()},
         fitted_on=f"the last {args.prompts} prompts of {', '.join(OWN_SETS)}",
     )  # fmt: skip

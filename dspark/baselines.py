@@ -67,7 +67,7 @@ class PromptLookup:
     """Drafts what followed the last occurrence of the text's end (its longest suffix of up to `max_ngram` tokens);
     nothing where even its last token is new. No weights, no hidden states."""
 
-    confidence_head = None
+    confidence_source = None
 
     class config:
         target_layer_ids, max_draft_tokens = (), Eagle3Config.max_draft_tokens

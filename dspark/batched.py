@@ -26,8 +26,8 @@ from dspark.target import KVCache, Target
 @dataclass
 class Served(Answer):
     """An answer given under load. drafted counts the drafts that were VERIFIED; seconds run from admission, prefill
-    included, to the last token. confidence [steps][n]: of all drafts made, empty without a confidence head. admitted,
-    at [tokens]: seconds that the service had spent in steps, without prefills, when it was admitted and when each token
+    included, to the last token. confidence [steps][n]: of all drafts made, empty where none is told. admitted, at
+    [tokens]: seconds that the service had spent in steps, without prefills, when it was admitted and when each token
     came."""
 
     confidence: list[np.ndarray] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Engine:
         check_temperature(temperature)
         if policy.n and drafter is None:
             raise ValueError(f"{policy.name} drafts {policy.n} tokens a step: give a drafter, or schedule.Fixed(0)")
-        if policy.n and policy.needs_confidence and drafter.confidence_head is None:
+        if policy.n and policy.needs_confidence and drafter.confidence_source is None:
             raise ValueError(f"{policy.name} needs a drafter with a confidence head")
         if policy.n:
             drafter.config.check_taps(target)

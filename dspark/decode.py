@@ -93,7 +93,7 @@ def decode(
         raise ValueError("the prompt holds no token: give at least one")
     if n:
         drafter.config.check_taps(target)
-    if policy is not None and n and drafter.confidence_head is None:
+    if policy is not None and n and drafter.confidence_source is None:
         raise ValueError(f"{policy.name} needs a drafter with a confidence head")
     stop = target.eos_token_ids if stop_token_ids is None else stop_token_ids
     generator = torch.Generator(target.device).manual_seed(seed)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dspark.config import DSparkConfig
 from dspark.heads import ConfidenceHead, MarkovHead
 from dspark.kernels import block_attention, markov_decode
+from dspark.kernels.markov_decode_reference import MarkovDraft
 from dspark.packed import Packed, Places, forward_rows, kernels_fit, pack, pack_layer
 from dspark.target import rotate
 
@@ -134,6 +135,7 @@ class DSparkDrafter(nn.Module):
         # Last, so that drafters of one seed begin with the same backbone whatever heads they have.
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.confidence_source = "head" if config.confidence_head else None  # of what draft() tells; or "probability"
 
     def adopt_target(self, embed_tokens: Tensor, lm_head: Tensor, draft_ids: Tensor | None = None) -> "DSparkDrafter":
         """Take the target's embedding [V, H] and LM head [V, H] (the rows `draft_ids` [D] of it, rising, if pruned)."""
@@ -299,9 +301,22 @@ class DSparkDrafter(nn.Module):
         base = self.lm_head(hidden)  # U [B, n, D]
         drafted = markov_decode(base, hidden, anchors, self.markov_head, self.d2t, temperature, seeds)
         confidence = None
-        if self.confidence_head:
+        if self.confidence_source == "head":
             confidence = torch.sigmoid(self.confidence_head(hidden, drafted.embeddings))
+        elif self.confidence_source == "probability":
+            confidence = self._highest_probability(base, hidden, anchors, drafted)
         return Draft(drafted.tokens, drafted.logits.softmax(-1) if temperature > 0 else None, confidence)
+
+    def _highest_probability(self, base: Tensor, hidden: Tensor, anchors: Tensor, drafted: MarkovDraft) -> Tensor:
+        """[B, n]: the most that q_k gives to any token (greedily: to the drafted one). As the confidence head's, it
+        depends on the tokens before draft k only, so that it may decide whether k is verified."""
+        logits = drafted.logits
+        if logits is None:
+            logits = base.float()
+            if self.markov_head:
+                previous = torch.cat([anchors[:, None], drafted.tokens[:, :-1]], 1)
+                logits = logits + self.markov_head.bias(self.markov_head(previous, hidden))
+        return logits.softmax(-1).amax(-1)
 
 
 def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

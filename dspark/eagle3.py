@@ -238,7 +238,7 @@ class Eagle3Drafter(nn.Module):
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.markov_head = self.confidence_head = None
+        self.markov_head = self.confidence_head = self.confidence_source = None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
         self.embed_tokens.weight.requires_grad_(False)

@@ -30,6 +30,7 @@ from dspark.answers import is_correct
 from dspark.batched import profile_steps
 from dspark.data import BENCHMARKS, OWN_SETS, benchmark_file, load_prompts, read_jsonl
 from dspark.decode import answer
+from dspark.drafter import DSparkDrafter
 from dspark.kernels import cpu
 from dspark.paths import DATA, ROOT
 from dspark.target import EMBEDDED, Target, resolve_dtype
@@ -66,12 +67,13 @@ class SweepConfig:
     n_of: dict[str, tuple[int, ...]] = field(default_factory=dict)  # drafters that draft other n than n_values
     vllm_args: str = ""  # further arguments of vLLM's server
     scheduled: tuple[str, ...] = ()  # drafters of whose drafts only those that pay are verified (schedule.Scheduler)
+    scheduled_by_probability: tuple[str, ...] = ()  # the same, by the drafter's own probabilities
     concurrency: int = 1  # requests at once, by vLLM; speeds are then those of a request among so many
 
     def __post_init__(self):
-        if unknown := set(self.scheduled) - set(self.drafters):
+        if unknown := self.sources.keys() - self.drafters:
             raise ValueError(f"scheduled = {sorted(unknown)}: the drafters are {', '.join(self.drafters)}")
-        if self.scheduled and self.engine == "vllm":
+        if self.sources and self.engine == "vllm":
             raise ValueError("vLLM verifies every draft: scheduled drafters need engine dspark")
         if self.concurrency < 1 or (self.concurrency > 1 and self.engine != "vllm"):
             raise ValueError(f"concurrency = {self.concurrency}: at least 1, and more than 1 needs engine vllm")
@@ -96,6 +98,11 @@ class SweepConfig:
     def cells(self) -> list[tuple[str, int]]:
         """(drafter, n) of the table."""
         return [(name, n) for name in self.drafters for n in self.n_of.get(name, self.n_values)]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The confidence_source by which each scheduled drafter is scheduled."""
+        return dict.fromkeys(self.scheduled, "head") | dict.fromkeys(self.scheduled_by_probability, "probability")
 
     @property
     def template(self) -> dict:
@@ -172,17 +179,20 @@ def _choices(config: SweepConfig, target: Target, drafters: dict, chat: list[int
     once a sweep (folder/scheduler_costs.csv), and the temperatures saved with the checkpoint, if it was calibrated."""
     path, options = folder / STEP_COSTS, {}
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["drafter", "drafts"])
-    for name, n in (cell for cell in config.cells if cell[0] in config.scheduled):
-        mine = table[(table.drafter == name) & (table.drafts == n)]
-        if drafters[name].confidence_head is None:
-            raise ValueError(f"scheduled drafter {name} has no confidence head: leave it out of `scheduled`")
+    for name, n in (cell for cell in config.cells if cell[0] in config.sources):
+        mine, source = table[(table.drafter == name) & (table.drafts == n)], config.sources[name]
+        if not isinstance(drafters[name], DSparkDrafter):
+            raise ValueError(f"scheduled drafter {name} tells no confidence: leave it out of `scheduled`")
+        if source == "head" and drafters[name].confidence_head is None:
+            raise ValueError(f"scheduled drafter {name} has no confidence head: schedule it by its probabilities")
+        drafters[name].confidence_source = source
         if mine.empty:
             target.layer_ids = drafters[name].config.target_layer_ids
             mine = profile_steps(target, drafters[name], [chat], [n], (1,), COST_REPEATS).assign(drafter=name)
             table = pd.concat([table, mine]) if len(table) else mine
             table.to_csv(path, index=False)
         policy = schedule.Scheduler(n, schedule.StepCost.from_table(mine))
-        temperatures = schedule.load_temperatures(Path(config.drafters[name]), n)
+        temperatures = schedule.load_temperatures(Path(config.drafters[name]), n, source)
         options[name, n] = {"policy": policy, "temperatures": temperatures}
     return options
 
@@ -226,7 +236,8 @@ def tie_gap(target: Target, prompt: list[int], plain: list[int], got: list[int])
 def _origin(config: SweepConfig, drafter: str) -> dict:
     """What a record must share with the sweep that takes it over, besides its cell: settings, weights and machine."""
     return {
-        "max_new_tokens": config.max_new_tokens, "thinking": config.thinking, "scheduled": drafter in config.scheduled,
+        "max_new_tokens": config.max_new_tokens, "thinking": config.thinking,
+        "scheduled": "by probability" if config.sources.get(drafter) == "probability" else drafter in config.sources,
         "weights": weights_digest(config.drafters[drafter]), "hardware": hardware(),
     }  # fmt: skip
 
@@ -424,6 +435,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--against", type=Path, help="--out of the other engine's sweep: compare every step with it")
     scheduled_help = "verify of NAME's drafts only those that pay, by their confidences and measured step costs"
     parser.add_argument("--scheduled", nargs="+", default=[], metavar="NAME", help=scheduled_help)
+    by_probability = "as --scheduled, by the probabilities that NAME itself gives, in its confidence head's place"
+    parser.add_argument("--scheduled-by-probability", nargs="+", default=[], metavar="NAME", help=by_probability)
     parser.add_argument("--concurrency", type=int, default=1, help="requests at once, with --engine vllm")
     parser.add_argument("--vllm-args", default="", help="further arguments for vLLM's server, as one text")
     parser.add_argument("--out", type=Path, required=True, help="folder of the table; a rerun resumes there")
@@ -437,7 +450,7 @@ def main(argv: list[str]) -> None:
         benchmark_folder=args.benchmarks, revision=args.revision, vllm_args=args.vllm_args,
         concurrency=args.concurrency,
         thinking=None if args.thinking is None else args.thinking == "on",
-        scheduled=tuple(args.scheduled),
+        scheduled=tuple(args.scheduled), scheduled_by_probability=tuple(args.scheduled_by_probability),
     )  # fmt: skip
     table = sweep(config, args.out, args.fresh)
     columns = ["drafter", "benchmark", "n", "tau", "speedup", "speedup_low", "speedup_high", "mismatches", "near_ties"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from dspark.config import DSparkConfig
 
 CALIBRATION = "calibration.json"  # temperatures fitted to a drafter's confidences, of dspark.schedule
+TEMPERATURES = {"head": "temperatures", "probability": "probability_temperatures"}  # its key of a confidence_source
 FORMATS = ("native", "vllm", "speculators")  # to write; `vllm` is native, held to what vLLM can serve
 PADDING_RANK = 8  # of the all-zero Markov head that vLLM needs where there is none
 _LAYER = (  # what speculators keeps in `transformer_layer_config`
@@ -40,12 +41,13 @@ def read_json(path: Path) -> dict:
     return raw
 
 
-def read_temperatures(path: Path, n: int = 1) -> list[float]:
-    """The temperatures, n or more, of a calibration.json, which may be anybody's. ValueError names file and fault."""
+def read_temperatures(path: Path, n: int = 1, source: str = "head") -> list[float]:
+    """The temperatures, n or more, that a calibration.json, which may be anybody's, has for a confidence_source.
+    ValueError names file and fault."""
     where, mend = f"{path.parent.name}/{path.name}", "`python3 -m dspark calibrate` fits them anew"
-    temperatures = read_json(path).get("temperatures")
+    temperatures = read_json(path).get(key := TEMPERATURES[source])
     if not isinstance(temperatures, list):
-        raise ValueError(f"{where}: temperatures = {str(temperatures)[:60]!r} must be a list of numbers; {mend}")
+        raise ValueError(f"{where}: {key} = {str(temperatures)[:60]!r} must be a list of numbers; {mend}")
     for temperature in temperatures:
         number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
         if not number or not 0 < temperature <= sys.float_info.max:

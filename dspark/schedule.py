@@ -16,7 +16,7 @@ import pandas as pd
 from scipy.optimize import isotonic_regression
 from scipy.stats import rankdata
 
-from dspark.formats import CALIBRATION, read_temperatures
+from dspark.formats import CALIBRATION, TEMPERATURES, read_temperatures
 
 BINS = 10  # of a reliability diagram, equal in width
 GRID = 2.0 ** np.arange(-4, 4.001, 0.05)  # temperatures that the search tries
@@ -96,16 +96,18 @@ def calibration_table(confidence: np.ndarray, accepted: np.ndarray, temperatures
     return pd.DataFrame(rows)
 
 
-def save_temperatures(folder: Path, temperatures: np.ndarray, **how) -> None:
-    """Write calibration.json beside a checkpoint. how: what the fit rests on (decoding temperature, blocks, ...)."""
-    record = {"temperatures": [round(float(t), 6) for t in temperatures], **how}
-    (Path(folder) / CALIBRATION).write_text(json.dumps(record, indent=2) + "\n")
+def save_temperatures(folder: Path, temperatures: dict[str, np.ndarray], **how) -> None:
+    """Write calibration.json beside a checkpoint: T [n] of each confidence_source, and how they were fitted (decoding
+    temperature, prompts, ...)."""
+    record = {TEMPERATURES[source]: [round(float(t), 6) for t in fitted] for source, fitted in temperatures.items()}
+    (Path(folder) / CALIBRATION).write_text(json.dumps(record | how, indent=2) + "\n")
 
 
-def load_temperatures(folder: Path, n: int) -> np.ndarray | None:
-    """T [n] of a checkpoint, None where it was never calibrated. ValueError as of formats.read_temperatures."""
+def load_temperatures(folder: Path, n: int, source: str = "head") -> np.ndarray | None:
+    """T [n] of a checkpoint's confidence_source, None where nothing was calibrated. ValueError as of
+    formats.read_temperatures."""
     path = Path(folder) / CALIBRATION
-    return np.array(read_temperatures(path, n)[:n], dtype=float) if path.exists() else None
+    return np.array(read_temperatures(path, n, source)[:n], dtype=float) if path.exists() else None
 
 
 # ---- the cost of a step

@@ -143,8 +143,7 @@ def test_load_test_counts_what_was_verified():
 def test_a_drafters_own_probability_takes_the_confidence_heads_place(target):
     """Its confidence is the softmax of the very logits that the draft is the argmax of."""
     drafter = ablation.checkpoint.load(ablation.COMMITTED_DRAFTER, target)
-    drafter.confidence_head = ablation.OwnProbability(drafter)
-    assert not [name for name, _ in drafter.named_parameters() if name.startswith("confidence_head")]
+    drafter.confidence_source = "probability"
     target.layer_ids = drafter.config.target_layer_ids
     tokens = torch.tensor(target.encode_chat([{"role": "user", "content": "Count to ten."}]))
     out = target.forward(tokens[None], target.new_cache(1, len(tokens)), 0)

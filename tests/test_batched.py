@@ -175,11 +175,11 @@ def test_the_real_target(target):
 # ---- sampling
 
 
-def p_value(target, drafter, policy, runs, concurrency, tokens=2) -> float:
+def p_value(target, drafter, policy, runs, concurrency, tokens=2, temperatures=None) -> float:
     """Chi-square of what follows the first token of `runs` answers to one prompt at temperature 1: one token or two."""
     joint = joint_of_the_target(target, [3, 1], 1.0)
     joint = (joint if tokens == 2 else joint.sum(1)).flatten().numpy()
-    options = {"temperature": 1.0, "seed": 1, "stop_token_ids": NEVER}
+    options = {"temperature": 1.0, "seed": 1, "stop_token_ids": NEVER, "temperatures": temperatures}
     answers = serve(target, drafter, [[3, 1]] * runs, policy, concurrency, 1 + tokens, **options)
     assert len({length for served in answers for length in served.drafted}) > 2
     counts = Counter(np.dot(served.tokens[1:], [SMALL, 1][-tokens:]) for served in answers)
@@ -192,11 +192,32 @@ def p_value(target, drafter, policy, runs, concurrency, tokens=2) -> float:
     return float(chisquare(cells, wanted).pvalue)
 
 
+SHARPENED = np.full(3, 0.2)  # an untrained drafter's probabilities are much alike
+
+
 @pytest.mark.parametrize("search", ["early stop", "global"])
 def test_scheduled_answers_have_the_targets_distribution(small, search):  # noqa: F811
     """Eight requests a step share one budget."""
     target, drafter = small
     assert p_value(target, drafter, Scheduler(3, COST, search), 900, 8) > 0.01
+
+
+def test_answers_scheduled_by_the_drafters_probabilities_have_the_targets_distribution(small, monkeypatch):  # noqa: F811
+    target, drafter = small
+    monkeypatch.setattr(drafter, "confidence_source", "probability")
+    assert p_value(target, drafter, Scheduler(3, COST), 900, 8, temperatures=SHARPENED) > 0.01
+
+
+def test_the_probability_of_the_drawn_token_itself_would_bias_the_answers(small, monkeypatch):  # noqa: F811
+    """Why a drafter tells the highest of its probabilities: a negative control for the test above."""
+    target, drafter = small
+
+    def of_the_drawn(base, hidden, anchors, drafted):
+        return drafted.logits.softmax(-1).gather(-1, drafter.to_draft_ids(drafted.tokens)[..., None])[..., 0]
+
+    monkeypatch.setattr(drafter, "confidence_source", "probability")
+    monkeypatch.setattr(drafter, "_highest_probability", of_the_drawn)
+    assert p_value(target, drafter, Scheduler(3, COST), 900, 8, temperatures=SHARPENED) < 1e-4
 
 
 class Swinging(torch.nn.Module):

@@ -342,7 +342,7 @@ def test_a_new_checkpoint_carries_only_its_own_history(toy, saved, tmp_path):
 
 def test_history_and_temperatures_go_along_with_an_export(toy, saved, tmp_path):
     (saved / "recipe.json").write_text('{"response_tokens": 7}')
-    schedule.save_temperatures(saved, torch.tensor([1.5, 0.5]))
+    schedule.save_temperatures(saved, {"head": torch.tensor([1.5, 0.5])})
     assert schedule.CALIBRATION in checkpoint.HISTORY
     found = checkpoint.read(saved)
     for folder in (tmp_path / "out", saved):  # the latter over itself

@@ -87,7 +87,7 @@ def test_a_scheduled_drafter_verifies_what_pays_and_changes_no_answer(tmp_path):
     with pytest.raises(ValueError, match="vLLM verifies every draft"):
         replace(config, engine="vllm")
     bare = replace(config, drafters={"prompt-lookup": "prompt-lookup"}, scheduled=("prompt-lookup",))
-    with pytest.raises(ValueError, match="scheduled drafter prompt-lookup has no confidence head"):
+    with pytest.raises(ValueError, match="scheduled drafter prompt-lookup tells no confidence"):
         sweep(bare, tmp_path / "bare")
 
 

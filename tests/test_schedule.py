@@ -87,8 +87,9 @@ def test_conditional_auroc_counts_blocks_that_reached_the_position():
 
 def test_temperatures_lie_beside_the_checkpoint(tmp_path):
     assert schedule.load_temperatures(tmp_path, 2) is None
-    schedule.save_temperatures(tmp_path, np.array([1.5, 0.7, 2.0]), blocks=12)
+    schedule.save_temperatures(tmp_path, {"head": np.array([1.5, 0.7, 2.0]), "probability": np.ones(2)}, blocks=12)
     assert schedule.load_temperatures(tmp_path, 2).tolist() == [1.5, 0.7]
+    assert schedule.load_temperatures(tmp_path, 2, "probability").tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="holds 3 temperatures, want 4"):
         schedule.load_temperatures(tmp_path, 4)
 
