@@ -176,11 +176,14 @@ def _measure_here(config: SweepConfig, missing, folder: Path):
 
 def _choices(config: SweepConfig, target: Target, drafters: dict, chat: list[int], folder: Path) -> dict:
     """{(drafter, n): decode's options} of the scheduled drafters: the scheduler on step costs that are measured here,
-    once a sweep (folder/scheduler_costs.csv), and the temperatures saved with the checkpoint, if it was calibrated."""
+    once a sweep and drafter's folder (out/scheduler_costs.csv): two schedulers of one drafter see the same machine. And
+    the temperatures saved with the checkpoint, if it was calibrated."""
     path, options = folder / STEP_COSTS, {}
     table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["drafter", "drafts"])
     for name, n in (cell for cell in config.cells if cell[0] in config.sources):
-        mine, source = table[(table.drafter == name) & (table.drafts == n)], config.sources[name]
+        source = config.sources[name]
+        first = next(other for other in config.sources if config.drafters[other] == config.drafters[name])
+        mine = table[(table.drafter == first) & (table.drafts == n)]
         if not isinstance(drafters[name], DSparkDrafter):
             raise ValueError(f"scheduled drafter {name} tells no confidence: leave it out of `scheduled`")
         if source == "head" and drafters[name].confidence_head is None:
@@ -188,7 +191,7 @@ def _choices(config: SweepConfig, target: Target, drafters: dict, chat: list[int
         drafters[name].confidence_source = source
         if mine.empty:
             target.layer_ids = drafters[name].config.target_layer_ids
-            mine = profile_steps(target, drafters[name], [chat], [n], (1,), COST_REPEATS).assign(drafter=name)
+            mine = profile_steps(target, drafters[name], [chat], [n], (1,), COST_REPEATS).assign(drafter=first)
             table = pd.concat([table, mine]) if len(table) else mine
             table.to_csv(path, index=False)
         policy = schedule.Scheduler(n, schedule.StepCost.from_table(mine))

@@ -1,6 +1,7 @@
 """The head ablation: arms differ in what they are meant to differ in, tables say what was decoded, reruns resume."""
 
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -10,11 +11,12 @@ from safetensors.torch import load_file
 from scipy.stats import ttest_rel
 from tiny import tiny_config, tiny_drafter, tiny_target
 
-from dspark import ablation, ablation_plots, batched
+from dspark import ablation, ablation_plots, batched, schedule
 from dspark.ablation import HEADS, AblationConfig, Arm
 from dspark.batched import Contestant, Served
 from dspark.config import PRESETS
 from dspark.data import load_prompts
+from dspark.evaluate import COMMITTED_BASELINES, COMMITTED_DRAFTER
 from dspark.initial import new_drafter
 from dspark.paths import cache_dir
 from dspark.schedule import Fixed, Threshold
@@ -194,6 +196,19 @@ def test_calibration_refuses_to_judge_by_prompts_that_it_was_fitted_on():
             ablation.calibration_blocks(None, None, ("own-gsm8k",), prompts, 8, 2)
     with pytest.raises(AttributeError):  # as many as there may be: it goes on to the drafter, of which there is none
         ablation.calibration_blocks(None, None, ("own-gsm8k",), there // 2, 8, 2)
+
+
+@pytest.mark.parametrize("source", [COMMITTED_DRAFTER, COMMITTED_BASELINES["dflash"]], ids=["dspark", "dflash"])
+def test_calibrate_fits_every_source_of_confidences_that_the_drafter_has(tmp_path, source):
+    folder = tmp_path / "drafter"
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("calibration.json"))
+    ablation.main(["--drafter", str(folder), "--prompts", "1", "--max-new-tokens", "8", "--concurrency", "6"])
+    assert len(schedule.load_temperatures(folder, 7, "probability")) == 7
+    if source == COMMITTED_DRAFTER:
+        assert len(schedule.load_temperatures(folder, 7)) == 7
+    else:
+        with pytest.raises(ValueError, match="temperatures = 'None' must be a list"):
+            schedule.load_temperatures(folder, 7)
 
 
 # ---- resuming

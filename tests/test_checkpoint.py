@@ -359,6 +359,11 @@ BAD_HISTORY = {
     "binary": ("heldout.csv", "step\n\udcff", "run is damaged: heldout.csv is no table of numbers"),
     "no temperatures": ("calibration.json", "{}", "run/calibration.json: temperatures = 'None' must be a list"),
     "infinite": ("calibration.json", '{"temperatures": [Infinity]}', "calibration.json holds the temperature 'inf'"),
+    "of the probability": (
+        "calibration.json",
+        '{"temperatures": [1.0], "probability_temperatures": [0]}',
+        "calibration.json holds the temperature '0'",
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from dspark.config import PRESETS
 from dspark.data import PromptSet, load_prompts, render, revision_of
 from dspark.decode import Answer
 from dspark.eagle3 import Eagle3Drafter
-from dspark.evaluate import COMMITTED_DRAFTER, SweepConfig, record_of, sweep, tabulate
+from dspark.evaluate import COMMITTED_BASELINES, COMMITTED_DRAFTER, SweepConfig, record_of, sweep, tabulate
 
 TALK = "Is 12 even?\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -65,29 +65,36 @@ def test_several_drafters_share_a_sweep_which_resumes(eagle3, tmp_path):
 
 
 def test_a_scheduled_drafter_verifies_what_pays_and_changes_no_answer(tmp_path):
-    folder = str(COMMITTED_DRAFTER)
+    folder, scheduled = str(COMMITTED_DRAFTER), ["dspark-scheduled", "dspark-by-probability"]
     config = SweepConfig(
-        "test", drafters={"dspark": folder, "dspark-scheduled": folder}, benchmarks=("own-gsm8k",), prompts=1,
-        n_values=(7,), max_new_tokens=16, dtype="float32", scheduled=("dspark-scheduled",),
+        "test", drafters=dict.fromkeys(["dspark", *scheduled], folder), benchmarks=("own-gsm8k",), prompts=1,
+        n_values=(7,), max_new_tokens=16, dtype="float32", scheduled=(scheduled[0],),
+        scheduled_by_probability=(scheduled[1],),
     )  # fmt: skip
-    dear = [{"drafts": 7, "requests": 1, "tokens": 1 + j, "step_ms": 20 + 4 * j, "drafter": "dspark-scheduled"}
+    dear = [{"drafts": 7, "requests": 1, "tokens": 1 + j, "step_ms": 20 + 4 * j, "drafter": scheduled[0]}
             for j in range(8)]  # fmt: skip
-    pd.DataFrame(dear).to_csv(tmp_path / "scheduler_costs.csv", index=False)  # measured before: not measured again
+    pd.DataFrame(dear).to_csv(tmp_path / "scheduler_costs.csv", index=False)  # measured before: of both, never again
     table = sweep(config, tmp_path).set_index("drafter")
     assert pd.read_csv(tmp_path / "scheduler_costs.csv").to_dict("records") == dear
     assert (table.mismatches == 0).all() and table.output_tokens.nunique() == 1
     assert table.drafted["dspark"] == 7 * table.steps["dspark"]
-    assert table.drafted["dspark-scheduled"] < 7 * table.steps["dspark-scheduled"]
+    assert all(table.drafted[name] < 7 * table.steps[name] for name in scheduled)
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert {r["drafter"]: r["scheduled"] for r in records} == {"dspark": False, "dspark-scheduled": True}
+    kinds = {"dspark": False, "dspark-scheduled": True, "dspark-by-probability": "by probability"}
+    assert {r["drafter"]: r["scheduled"] for r in records} == kinds
     with pytest.raises(ValueError, match="another run .*scheduled"):
         sweep(replace(config, scheduled=()), tmp_path)
     with pytest.raises(ValueError, match="scheduled = .*nobody.*the drafters are dspark"):
         replace(config, scheduled=("nobody",))
     with pytest.raises(ValueError, match="vLLM verifies every draft"):
         replace(config, engine="vllm")
-    bare = replace(config, drafters={"prompt-lookup": "prompt-lookup"}, scheduled=("prompt-lookup",))
+    bare = replace(config, drafters={"prompt-lookup": "prompt-lookup"}, scheduled=("prompt-lookup",),
+                   scheduled_by_probability=())  # fmt: skip
     with pytest.raises(ValueError, match="scheduled drafter prompt-lookup tells no confidence"):
+        sweep(bare, tmp_path / "bare")
+    dflash = {"dflash": str(COMMITTED_BASELINES["dflash"])}
+    bare = replace(config, drafters=dflash, scheduled=("dflash",), scheduled_by_probability=())
+    with pytest.raises(ValueError, match="scheduled drafter dflash has no confidence head: .* by its probabilities"):
         sweep(bare, tmp_path / "bare")
 
 
