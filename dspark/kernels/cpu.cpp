@@ -36,6 +36,11 @@ Float load(const bf16* at, int64_t count) {  // the lanes from count on are 0
   return load(part);
 }
 
+struct Fetch {  // what the hardware is to bring near meanwhile, `step` bytes for each pair of inputs
+  const char* from;
+  int64_t step;
+};
+
 #ifdef CPU_CAPABILITY_AVX512
 
 void store(bf16* at, Float x) {
@@ -47,11 +52,11 @@ void store(bf16* at, Float x) {
 constexpr int64_t kColumns = 32;  // outputs of one block of weights: two registers
 constexpr int kRows = 12;         // rows that share one reading of a block: 24 accumulators of 32 registers
 constexpr int together(int) { return 1; }
-constexpr int64_t kAhead = 0;
+constexpr int64_t ahead(int64_t) { return 0; }
 
 // x [N, K] times a block of weights [K/2, 32, 2] -> [N, 32]
 template <int N, int>
-void multiply(const bf16* x, const bf16* w, int64_t K, int64_t, float* out) {
+void multiply(const bf16* x, const bf16* w, int64_t K, Fetch, float* out) {
   __m512 sum[N][2];  // in registers, for which gcc has to unroll the loops over it early
 #pragma GCC unroll 12
   for (int n = 0; n < N; ++n) sum[n][0] = sum[n][1] = _mm512_setzero_ps();
@@ -95,23 +100,25 @@ __m512 sums(const __m512 (&x)[kLanes]) {
   return halves(halves(four[0], four[1]), halves(four[2], four[3]));
 }
 
-// q [d] times keys [L, d], their rows `step` apart -> scores [L rounded up to 16], those beyond L of some key
-template <int d>
-void score(const bf16* q, const bf16* keys, int64_t step, int64_t L, float* scores) {
+// q [R, d] times keys [L, d], their rows `apart` and `step` apart -> scores [R, room], those beyond L of some key
+template <int d, int R>
+void score(const bf16* q, int64_t apart, const bf16* keys, int64_t step, int64_t L, float* scores, int64_t room) {
   constexpr int parts = d / 32;
-  __m512bh query[parts];
-  for (int p = 0; p < parts; ++p) query[p] = (__m512bh)_mm512_loadu_si512(q + 32 * p);
-  for (int64_t t = 0; t < L; t += kLanes) {
-    __m512 dots[kLanes];
+  for (int r = 0; r < R; ++r, q += apart, scores += room) {
+    __m512bh query[parts];
+    for (int p = 0; p < parts; ++p) query[p] = (__m512bh)_mm512_loadu_si512(q + 32 * p);
+    for (int64_t t = 0; t < L; t += kLanes) {
+      __m512 dots[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      const bf16* key = keys + std::min(t + i, L - 1) * step;
-      dots[i] = _mm512_setzero_ps();
+      for (int i = 0; i < kLanes; ++i) {
+        const bf16* key = keys + std::min(t + i, L - 1) * step;
+        dots[i] = _mm512_setzero_ps();
 #pragma GCC unroll 4
-      for (int p = 0; p < parts; ++p)
-        dots[i] = _mm512_dpbf16_ps(dots[i], query[p], (__m512bh)_mm512_loadu_si512(key + 32 * p));
+        for (int p = 0; p < parts; ++p)
+          dots[i] = _mm512_dpbf16_ps(dots[i], query[p], (__m512bh)_mm512_loadu_si512(key + 32 * p));
+      }
+      _mm512_storeu_ps(scores + t, sums(dots));
     }
-    _mm512_storeu_ps(scores + t, sums(dots));
   }
 }
 
@@ -126,7 +133,7 @@ void store(bf16* at, Float x) {
 constexpr int64_t kColumns = 16;  // outputs of one block of weights: two registers, and a pair of inputs a cache line
 constexpr int kRows = 6;          // rows that share one reading of a block: 12 accumulators of 16 registers
 constexpr int together(int rows) { return rows <= 2 ? 2 : 1; }  // blocks, so that no addition waits for the one before
-constexpr int64_t kAhead = 512;  // weights to fetch ahead
+constexpr int64_t ahead(int64_t rows) { return rows <= 2 ? 512 : 2048; }  // weights to fetch before their turn
 
 // Of a pair of bfloat16 the upper half is the odd one. In memory, for the accumulators leave no register for it.
 alignas(32) const volatile int kUpper[kLanes] = {-65536, -65536, -65536, -65536, -65536, -65536, -65536, -65536};
@@ -134,7 +141,7 @@ alignas(32) const volatile int kUpper[kLanes] = {-65536, -65536, -65536, -65536,
 // x [K/2, N, 2] times B blocks of weights, each [K/2, 16, 2] -> [B, N, 16]. Even weights are done before odd ones are
 // looked at: both at once would not fit the registers.
 template <int N, int B>
-void multiply(const float* x, const bf16* w, int64_t K, int64_t ahead, float* out) {
+void multiply(const float* x, const bf16* w, int64_t K, Fetch fetch, float* out) {
   constexpr int C = 2 * B;
   __m256 sum[N][C];
 #pragma GCC unroll 6
@@ -142,11 +149,11 @@ void multiply(const float* x, const bf16* w, int64_t K, int64_t ahead, float* ou
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) sum[n][c] = _mm256_setzero_ps();
   const auto at = [&](int c) { return reinterpret_cast<const __m256i*>(w + c / 2 * K * kColumns) + c % 2; };
-  for (int64_t k = 0; k < K; k += 2, x += 2 * N, w += 2 * kColumns) {
+  for (int64_t k = 0; k < K; k += 2, x += 2 * N, w += 2 * kColumns, fetch.from += fetch.step) {
     __m256 part[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      if (c % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(at(c)) + 2 * ahead, _MM_HINT_T0);
+      if (c % 2 == 0) _mm_prefetch(fetch.from + c * K * kColumns, _MM_HINT_T0);
       part[c] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(at(c)), 16));
     }
 #pragma GCC unroll 6
@@ -186,17 +193,33 @@ const float* arranged(const bf16* x, int64_t N, int64_t K, int64_t group, std::v
   return room.data();
 }
 
-// q [d] times keys [L, d], their rows `step` apart -> scores [L]
-template <int d>
-void score(const bf16* q, const bf16* keys, int64_t step, int64_t L, float* scores) {
-  float query[d];
-  at::vec::convert(q, query, d);
+// 4 registers -> the sum of each, in order
+__m128 sums(const Float (&x)[4]) {
+  const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+
+// q [R, d] times keys [L, d], their rows `apart` and `step` apart -> scores [R, room]
+template <int d, int R>
+void score(const bf16* q, int64_t apart, const bf16* keys, int64_t step, int64_t L, float* scores, int64_t room) {
+  float query[R][d];
+  for (int r = 0; r < R; ++r) at::vec::convert(q + r * apart, query[r], d);
   for (int64_t t = 0; t < L; ++t, keys += step) {
-    Float dot[2] = {0, 0};
+    Float key[d / kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < d; i += kLanes)
-      dot[i / kLanes % 2] = at::vec::fmadd(Float::loadu(query + i), load(keys + i), dot[i / kLanes % 2]);
-    scores[t] = (dot[0] + dot[1]).reduce_add();
+    for (int i = 0; i < d / kLanes; ++i) key[i] = load(keys + i * kLanes);
+    Float dots[4] = {0, 0, 0, 0};
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      Float dot[2] = {0, 0};
+#pragma GCC unroll 16
+      for (int i = 0; i < d / kLanes; ++i)
+        dot[i % 2] = at::vec::fmadd(Float::loadu(query[r] + i * kLanes), key[i], dot[i % 2]);
+      dots[r] = dot[0] + dot[1];
+    }
+    alignas(16) float of_rows[4];
+    _mm_store_ps(of_rows, sums(dots));
+    for (int r = 0; r < R; ++r) scores[r * room + t] = of_rows[r];
   }
 }
 
@@ -204,7 +227,7 @@ void score(const bf16* q, const bf16* keys, int64_t step, int64_t L, float* scor
 
 // ---- the operations
 
-using Multiply = void (*)(const Left*, const bf16*, int64_t, int64_t, float*);
+using Multiply = void (*)(const Left*, const bf16*, int64_t, Fetch, float*);
 template <int... N>
 constexpr std::array<std::array<Multiply, 2>, kRows> multiplies(std::integer_sequence<int, N...>) {
   return {{{multiply<N + 1, 1>, multiply<N + 1, together(N + 1)>}...}};
@@ -215,13 +238,15 @@ constexpr auto kMultiply = multiplies(std::make_integer_sequence<int, kRows>());
 void products(const Left* x, const bf16* w, int64_t N, int64_t K, int64_t O, int64_t group, int64_t begin, int64_t end,
               bf16* out) {
   float tile[2 * kRows * kColumns];
+  const int64_t size = K * kColumns, passes = (N + group - 1) / group;
   for (int64_t block = begin, blocks; block < end; block += blocks) {
     blocks = std::min<int64_t>(together(group), end - block);
     for (int64_t n = 0; n < N; n += group) {
       const int64_t rows = std::min(group, N - n);
-      // the last of several passes over a block finds it in the cache, and fetches the next block
-      const int64_t ahead = n > 0 && n + group >= N ? K * kColumns : kAhead;
-      kMultiply[rows - 1][blocks > 1](x + n * K, w + block * K * kColumns, K, ahead, tile);
+      // Of several passes each fetches its share of the next block, so that reading from memory never stops.
+      const bf16* near = w + block * size + (passes == 1 ? ahead(rows) : size + n / group * size / passes);
+      const Fetch fetch{reinterpret_cast<const char*>(near), (64 + passes - 1) / passes};
+      kMultiply[rows - 1][blocks > 1](x + n * K, w + block * size, K, fetch, tile);
       for (int64_t i = 0; i < blocks * rows; ++i) {
         const int64_t column = (block + i / rows) * kColumns;
         at::vec::convert(tile + i * kColumns, out + (n + i % rows) * O + column, std::min(kColumns, O - column));
@@ -318,10 +343,8 @@ struct Rotary {
   }
 };
 
-// q [d] over keys and values [L, d], their rows `step` apart -> out [d]; scores: room for L, rounded up to 16
-template <int d>
-void attend_row(const bf16* q, const bf16* keys, const bf16* values, int64_t step, int64_t L, float* scores, bf16* out) {
-  score<d>(q, keys, step, L, scores);
+// scores [L rounded up to 16] -> weights [same], those beyond L 0, before the division by their sum; one over it
+float weigh(float* scores, int64_t L, int64_t d) {
   std::fill(scores + L, scores + (L + 15) / 16 * 16, -INFINITY);
   const Float scale(1 / std::sqrt(static_cast<float>(d)));
   Float highest(-INFINITY), weights(0);
@@ -336,20 +359,45 @@ void attend_row(const bf16* q, const bf16* keys, const bf16* values, int64_t ste
     weights = weights + weight;
     weight.store(scores + t);
   }
-  const Float share(1 / weights.reduce_add());
-  constexpr int width = std::min<int>(d, 8 * kLanes);  // of values at a time: 8 accumulators
+  return 1 / weights.reduce_add();
+}
+
+// R rows q [R, d], `apart` from each other, of which row r sees the first L[r] of the keys and values [., d], `step`
+// apart -> out [R, d], as far apart as q; scores: room for R times the most of L, rounded up to 16. The rows share each
+// reading of a key or value, nothing else.
+template <int d, int R>
+void attend_rows(const bf16* q, int64_t apart, const bf16* keys, const bf16* values, int64_t step, const int64_t* L,
+                 float* scores, bf16* out) {
+  const int64_t most = *std::max_element(L, L + R), fewest = *std::min_element(L, L + R), room = (most + 15) / 16 * 16;
+  score<d, R>(q, apart, keys, step, most, scores, room);
+  float share[R];
+  for (int r = 0; r < R; ++r) share[r] = weigh(scores + r * room, L[r], d);
+  constexpr int width = std::min<int>(d, 8 / R * kLanes), parts = width / kLanes;  // of values at a time: 8 accumulators
   for (int start = 0; start < d; start += width) {
-    Float sum[width / kLanes];
+    Float sum[R][parts];
 #pragma GCC unroll 8
-    for (int p = 0; p < width / kLanes; ++p) sum[p] = Float(0);
-    for (int64_t t = 0; t < L; ++t)
+    for (int i = 0; i < R * parts; ++i) sum[i / parts][i % parts] = Float(0);
+    const bf16* value = values + start;
+    for (int64_t t = 0; t < fewest; ++t, value += step)
 #pragma GCC unroll 8
-      for (int p = 0; p < width / kLanes; ++p)
-        sum[p] = at::vec::fmadd(Float(scores[t]), load(values + t * step + start + kLanes * p), sum[p]);
-#pragma GCC unroll 8
-    for (int p = 0; p < width / kLanes; ++p) store(out + start + kLanes * p, sum[p] * share);
+      for (int p = 0; p < parts; ++p) {
+        const Float part = load(value + kLanes * p);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sum[r][p] = at::vec::fmadd(Float(scores[r * room + t]), part, sum[r][p]);
+      }
+    for (int r = 0; r < R; ++r)
+      for (int p = 0; p < parts; ++p) {
+        for (int64_t t = fewest; t < L[r]; ++t)  // what the other rows may not see
+          sum[r][p] = at::vec::fmadd(Float(scores[r * room + t]), load(values + t * step + start + kLanes * p), sum[r][p]);
+        store(out + r * apart + start + kLanes * p, sum[r][p] * Float(share[r]));
+      }
   }
 }
+
+using Attend = void (*)(const bf16*, int64_t, const bf16*, const bf16*, int64_t, const int64_t*, float*, bf16*);
+constexpr int kShared = 4;  // rows of one request that share a reading of its keys and values
+template <int d>
+constexpr Attend kAttend[] = {attend_rows<d, 1>, attend_rows<d, 2>, attend_rows<d, 3>, attend_rows<d, 4>};
 
 // qkv [N, (h + 2g) d] of rows at `positions` [N] of `requests` [N]: turns queries and keys (normed first, where q_norm
 // and k_norm [d] are given), leaves keys and values in the caches [B, g, max_len, d], and lets row i see the first
@@ -363,7 +411,6 @@ Tensor attend(const Tensor& qkv, const std::optional<Tensor>& q_norm, const std:
   TORCH_CHECK(requests.numel() == N && visible.numel() == N, "one request and one visible length a row");
   TORCH_CHECK(qkv.is_contiguous() && cache_k.stride(3) == 1 && cos.is_contiguous() && sin.is_contiguous());
   TORCH_CHECK(cache_k.strides() == cache_v.strides(), "keys and values lie differently");
-  const auto attend_one = d == 64 ? attend_row<64> : attend_row<128>;
   Tensor turned = at::empty({N, h * d}, qkv.options()), out = at::empty({N, h * d}, qkv.options());
   if (!N) return out;
   const bf16* from = qkv.const_data_ptr<bf16>();
@@ -394,12 +441,20 @@ Tensor attend(const Tensor& qkv, const std::optional<Tensor>& q_norm, const std:
     for (int64_t head = 0; head < g; ++head)
       std::memcpy(vs + place(cache_v, request[n], head, at[n]), from + (n * (h + 2 * g) + h + g + head) * d, 2 * d);
   }
-  at::parallel_for(0, N * h, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scores(*most + 16);
+  std::vector<std::pair<int64_t, int64_t>> runs;  // of neighbours in one request: the first, how many
+  for (int64_t n = 0; n < N; n += runs.back().second) {
+    int64_t count = 1;
+    while (count < kShared && n + count < N && request[n + count] == request[n]) ++count;
+    runs.emplace_back(n, count);
+  }
+  at::parallel_for(0, runs.size() * h, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(kShared * (*most + 16));
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t n = i / h, head = i % h / (h / g);
-      attend_one(queries + i * d, ks + place(cache_k, request[n], head, 0), vs + place(cache_v, request[n], head, 0),
-                 cache_k.stride(2), sees[n], scores.data(), to + i * d);
+      const auto [n, count] = runs[i / h];
+      const int64_t head = i % h / (h / g), row = (n * h + i % h) * d;
+      (d == 64 ? kAttend<64> : kAttend<128>)[count - 1](
+          queries + row, h * d, ks + place(cache_k, request[n], head, 0), vs + place(cache_v, request[n], head, 0),
+          cache_k.stride(2), sees + n, scores.data(), to + row);
     }
   });
   return out;
