@@ -43,7 +43,8 @@ HEADS = {
     "rnn": {"markov_head_type": "rnn"},
 }
 MAIN_ARMS = ("none", "markov", "confidence", "both")
-# A detached confidence head leaves no trace in the rest: one training gives the arm with it and the arm without.
+# A detached confidence head leaves no trace in the rest, nor in what is drafted: one training and one measurement give
+# the arm with it and the arm without.
 WITHOUT_CONFIDENCE = {"none": "confidence", "markov": "both"}
 
 
@@ -90,6 +91,12 @@ class AblationConfig:
         sizes = (arm.block_size,)
         return dataclasses.replace(self.training, seed=arm.seed, block_sizes=sizes, detach_confidence=detach)
 
+    def twin_of(self, arm: Arm) -> Arm | None:
+        """The arm with a confidence head that is this one otherwise, where training makes them so."""
+        if arm.heads in WITHOUT_CONFIDENCE and self.training.detach_confidence:
+            return dataclasses.replace(arm, heads=WITHOUT_CONFIDENCE[arm.heads])
+        return None
+
 
 def training_data(target: str, response_tokens: int) -> Path:
     """A file of the target's own conversations with `response_tokens` in the training split: the first ones that
@@ -134,9 +141,8 @@ def trained(config: AblationConfig, arm: Arm, data: Path) -> Path:
     run = _digest(shape, training, *(hashlib.sha256(part).hexdigest() for part in (data.read_bytes(), *begun)))
     folder = cache_dir() / "ablation" / f"{arm.name}-{run}"
     if not (folder / "COMPLETE").exists():
-        if arm.heads in WITHOUT_CONFIDENCE and training.detach_confidence:
-            whole = trained(config, dataclasses.replace(arm, heads=WITHOUT_CONFIDENCE[arm.heads]), data)
-            _, tensors, notes = checkpoint.read(whole)
+        if twin := config.twin_of(arm):
+            _, tensors, notes = checkpoint.read(trained(config, twin, data))
             kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
             checkpoint.write(checkpoint.Checkpoint(shape, kept, notes), folder / "drafter")
         else:
@@ -198,14 +204,19 @@ def study(config: AblationConfig, arms: list[Arm], out: Path, fresh: bool = Fals
     def save() -> None:
         (pd.concat([others, table]) if len(others) else table).to_csv(path, index=False)
 
-    for arm in (arm for arm in arms if runs[arm] not in set(table.run)):
-        drafter = checkpoint.load(folders[arm], target)
+    missing = [arm for arm in arms if runs[arm] not in set(table.run)]
+    for arm in sorted(missing, key=lambda arm: config.twin_of(arm) is not None):  # twins after those they are twins of
+        drafter, twin = checkpoint.load(folders[arm], target), config.twin_of(arm)
         with torch.device("meta"):
             parameters = baselines.trained_parameters(baselines.build(drafter.config))
         key = {"profile": config.profile, "target": config.target, **dataclasses.asdict(arm), "run": runs[arm]}
-        rows = [{**key, **row, "parameters": parameters, "draft_ms": np.nan} for row in
-                measure(target, drafter, config, arm)]  # fmt: skip
-        rows = pd.DataFrame(rows)  # joined to an empty table, integers would become floats
+        if twin in runs:
+            rows = table[table.run == runs[twin]].assign(**key, parameters=parameters, draft_ms=np.nan)
+            rows.loc[:, ["confidence_ece", *rows.filter(like="auroc_pos_")]] = np.nan
+        else:
+            rows = [{**key, **row, "parameters": parameters, "draft_ms": np.nan} for row in
+                    measure(target, drafter, config, arm)]  # fmt: skip
+            rows = pd.DataFrame(rows)  # joined to an empty table, integers would become floats
         table = pd.concat([table, rows], ignore_index=True) if len(table) else rows
         save()
     order = {run: index for index, run in enumerate(runs.values())}

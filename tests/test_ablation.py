@@ -272,6 +272,9 @@ def test_a_study_trains_and_measures_only_what_is_missing(own_cache, tmp_path, m
                     for heads in ("both", "markov"))  # fmt: skip
     assert set(both) - set(markov) == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
     assert all(torch.equal(both[name], tensor) for name, tensor in markov.items())
+    alone = ablation.study(config(), arms[2:], tmp_path / "alone").drop(columns="draft_ms")  # without the arm it copies
+    twin = table[table.heads == "markov"].drop(columns="draft_ms").reset_index(drop=True)
+    pd.testing.assert_frame_equal(alone, twin, check_dtype=False)
 
     trained = []
     monkeypatch.setattr(ablation, "train", lambda *args: trained.append(args))
