@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from dspark import card, formats
 from dspark.config import DSparkConfig
 from dspark.drafter import DSparkDrafter
-from dspark.formats import CALIBRATION, TEMPERATURES, read_json, read_temperatures
+from dspark.formats import CALIBRATION, check_temperatures, read_json
 from dspark.read_formats import read_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -346,9 +346,7 @@ def replacing(folder: Path, history: Path | None) -> Iterator[Path]:
         aside.rename(folder)
     shutil.rmtree(aside, ignore_errors=True)
     if history is not None and (calibration := Path(history) / CALIBRATION).is_file():
-        raw = read_json(calibration)
-        for source in [source for source, key in TEMPERATURES.items() if key in raw] or ["head"]:
-            read_temperatures(calibration, source=source)
+        check_temperatures(calibration)
     if folder.exists():
         old = shutil.ignore_patterns("*.safetensors", INDEX, "config.json", "README.md", MASK_PICKLE, *HISTORY)
         shutil.copytree(folder, new, ignore=lambda at, names: old(at, names) if Path(at) == folder else ())

@@ -58,6 +58,13 @@ def read_temperatures(path: Path, n: int = 1, source: str = "head") -> list[floa
     return temperatures
 
 
+def check_temperatures(path: Path) -> None:
+    """ValueError as of read_temperatures where those of some confidence_source could not be read back."""
+    raw = read_json(path)
+    for source in [source for source, key in TEMPERATURES.items() if key in raw] or ["head"]:
+        read_temperatures(path, source=source)
+
+
 def kind_of(raw: dict) -> str:
     """`native`, `speculators`, `dflash` or `eagle3`; ValueError that names what else it is."""
     algorithm = raw.get("speculators_model_type")

@@ -21,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data"
 PROMPTS = DATA / "prompts"
-FIGURES = ROOT / "figures"
 NOTEBOOKS = ROOT / "notebooks"
 
 

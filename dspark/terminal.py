@@ -13,7 +13,8 @@ import torch
 
 from dspark import UserError, checkpoint, schedule
 from dspark.decode import Answer, Step, answer, decode
-from dspark.evaluate import COMMITTED_DRAFTER, NEAR_TIE, tie_gap
+from dspark.evaluate import COMMITTED_DRAFTER
+from dspark.records import NEAR_TIE, tie_gap
 from dspark.target import EMBEDDED, Target, resolve_dtype
 
 DEFAULT_N = 4  # drafts a step: the best mean speedup of the committed drafter (data/results/reference)

@@ -95,18 +95,19 @@ class Trainer:
     """One process, or each of torchrun's (dspark/ranks.py), of which rank 0 writes. Resumes from the newest complete
     checkpoint in `folder`; a killed save leaves none half-written.
 
-    init: names the weights that the drafter begins with, None where they were drawn. ValueError where the run in
-    `folder` began with others, or has other settings or data, and where the drafter cannot draft config.block_sizes.
+    init: names the weights that the drafter begins with, None where they were drawn. decoder: the target that answers
+    the held-out prompts, if another than the one that is trained on. ValueError where the run in `folder` began with
+    others, or has other settings or data, and where the drafter cannot draft config.block_sizes.
     """
 
     def __init__(
         self, drafter: DSparkDrafter, target: Target, source, heldout: list[str], config: TrainConfig, folder,
-        init: str | None = None,
+        init: str | None = None, decoder: Target | None = None,
     ):  # fmt: skip
         drafter.config.check_taps(target)
         config = config.fitted(drafter.config)
         self.drafter, self.target, self.source, self.heldout = drafter, target, source, heldout
-        self.config, self.folder = config, Path(folder)
+        self.config, self.folder, self.decoder = config, Path(folder), decoder or target
         self.folder.mkdir(parents=True, exist_ok=True)
         self.step, self.draft_tokens, self.seconds, self.waited = 0, 0, 0.0, 0.0
         self.rank = ranks.rank()
@@ -195,10 +196,10 @@ class Trainer:
         bar.set_postfix(loss=row["loss"], acc=row["greedy_acceptance"], tau=row["tau_teacher"])
 
     def _measure_heldout(self) -> None:
-        frozen = self.inference_drafter()
+        frozen = self.inference_drafter(self.decoder.dtype)
         if self.rank:
             return
-        taus = {f"tau_n{n}": heldout_tau(self.target, frozen, self.heldout, n) for n in self._heldout_n()}
+        taus = {f"tau_n{n}": heldout_tau(self.decoder, frozen, self.heldout, n) for n in self._heldout_n()}
         row = {"step": self.step, "draft_tokens": self.draft_tokens, "seconds": round(self.seconds, 1), **taus}
         append(self.folder / "heldout.csv", row)
         tqdm.write(f"held-out at step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in taus.items()))
@@ -206,12 +207,12 @@ class Trainer:
     def _heldout_n(self) -> list[int]:
         return sorted({min(3, self.drafter.config.max_draft_tokens), min(7, self.drafter.config.max_draft_tokens)})
 
-    def inference_drafter(self) -> DSparkDrafter:
-        """A copy in the target's dtype, for decoding and export; every rank must ask for it."""
+    def inference_drafter(self, dtype: torch.dtype | None = None) -> DSparkDrafter:
+        """A copy in `dtype` (None: the target's), for decoding and export; every rank must ask for it."""
         copy = baselines.build(self.drafter.config)
         copy.load_state_dict({name: ranks.whole(tensor) for name, tensor in self.drafter.state_dict().items()})
         copy.notes, copy.own = self.drafter.notes, self.drafter.own  # an own embedding or LM head is exported too
-        return copy.to(self.target.dtype).to(self.target.device).eval()
+        return copy.to(dtype or self.target.dtype).to(self.target.device).eval()
 
     def _save(self) -> None:
         named = self.drafter.named_parameters()
@@ -355,7 +356,8 @@ def train(
         drafter = trained_drafter(init, target, shape, config.seed, ids)
     else:
         drafter = new_drafter(shape, target, samples, config.seed)
-    trainer = Trainer(drafter, target, source, heldout, config, out, weights_digest(init) if init else None)
+    decoder = _decoder(target, target_name) if heldout and rank == 0 else None
+    trainer = Trainer(drafter, target, source, heldout, config, out, weights_digest(init) if init else None, decoder)
     trainer.run()
     drafter = trainer.inference_drafter()
     if rank == 0:
@@ -374,3 +376,13 @@ def train(
     source.close()
     ranks.finish()
     return drafter
+
+
+def _decoder(target: Target, name: str) -> Target:
+    """The target in the dtype that decodes fastest here: a CPU may train in float32 and decode in bfloat16, by this
+    package's kernels."""
+    dtype = resolve_dtype("auto")
+    if target.device.type != "cpu" or target.dtype == dtype:
+        return target
+    decoder = Target.load(name, dtype, layer_ids=target.layer_ids)
+    return decoder if getattr(decoder, "row_invariant", False) else target

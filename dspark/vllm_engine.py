@@ -26,6 +26,7 @@ from dspark.baselines import PROMPT_LOOKUP, PromptLookup
 from dspark.decode import Answer
 from dspark.formats import kind_of, read_json
 from dspark.paths import ROOT
+from dspark.records import record_of
 from dspark.serve import INTERPRETED, ON_CPU, Command, Fleet, open_url
 from dspark.setup import has_gpu
 from dspark.target import EMBEDDED, Target, embedded_target, encode_chat, stop_ids
@@ -231,9 +232,7 @@ def answers(config, source: str | None, n: int, chats: dict, stop: list[int], fo
 
 
 def measure(config, missing, folder: Path):
-    """Yield the missing records of a sweep: (prompts, i, [(drafter, n)]) each. See evaluate.record_of."""
-    from dspark.evaluate import record_of
-
+    """Yield the missing records of a sweep: (prompts, i, [(drafter, n)]) each. See records.record_of."""
     tokenizer, stop = _tokenizer(config)
     sets = {(prompts.benchmark, i): prompts for prompts, i, _ in missing}
     wanted = {(prompts.benchmark, i): cells for prompts, i, cells in missing if cells}

@@ -4,7 +4,9 @@ A program of its own, since Triton decides between compiler and interpreter when
 kernel: its name and dtype, registers a thread, bytes of shared memory a program, bytes of stack (spills) a thread.
 """
 
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -123,17 +125,21 @@ JOBS = {  # mostly Kimi's shapes in bfloat16, SmolLM2's in float32; a window com
 }
 
 
+def compiled(dtype: torch.dtype, job, arguments: tuple) -> list[dict]:
+    COMPILED.clear()
+    job(dtype, *arguments)
+    if not COMPILED:
+        raise RuntimeError(f"{job.__name__}{arguments} in {dtype} launched no kernel")
+    said = {"job": job.__name__, "dtype": str(dtype).removeprefix("torch."), "arguments": str(arguments)}
+    return [said | resources(kernel) for kernel in COMPILED.values()]
+
+
 def main() -> None:
     record_instead_of_launching()
-    for dtype, jobs in JOBS.items():
-        for job, arguments in jobs:
-            COMPILED.clear()
-            job(dtype, *arguments)
-            if not COMPILED:
-                raise RuntimeError(f"{job.__name__}{arguments} in {dtype} launched no kernel")
-            for compiled in COMPILED.values():
-                said = {"job": job.__name__, "dtype": str(dtype).removeprefix("torch."), "arguments": str(arguments)}
-                print(json.dumps(said | resources(compiled)), flush=True)
+    jobs = [(dtype, job, arguments) for dtype, several in JOBS.items() for job, arguments in several]
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # a job keeps one core busy
+        for row in itertools.chain(*pool.starmap(compiled, jobs, chunksize=1)):
+            print(json.dumps(row))
 
 
 if __name__ == "__main__":

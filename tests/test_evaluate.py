@@ -16,7 +16,8 @@ from dspark.config import PRESETS
 from dspark.data import PromptSet, load_prompts, render, revision_of
 from dspark.decode import Answer
 from dspark.eagle3 import Eagle3Drafter
-from dspark.evaluate import COMMITTED_BASELINES, COMMITTED_DRAFTER, SweepConfig, record_of, sweep, tabulate
+from dspark.evaluate import COMMITTED_BASELINES, COMMITTED_DRAFTER, SweepConfig, sweep
+from dspark.records import record_of, tabulate
 
 TALK = "Is 12 even?\nPlease reason step by step, and put your final answer within \\boxed{}."
 

@@ -5,9 +5,13 @@ import json
 
 import pandas as pd
 import pytest
+import torch
 
+import dspark.train
 from dspark import search
 from dspark.config import PRESETS
+from dspark.decode import heldout_tau
+from dspark.kernels import cpu
 from dspark.train import TrainConfig
 
 QUICK = {"steps": 1, "micro_batches": 1, "row_tokens": 96, "anchors": 4, "heldout_every": 1, "save_every": 1,
@@ -59,7 +63,9 @@ def test_a_search_goes_on_where_it_stopped(data, tmp_path, monkeypatch):
         trained.append((shape.num_hidden_layers, config.matrix_optimizer))
         return train(target, shape, config, *rest)
 
+    decoded, tau = set(), heldout_tau  # by the kernels, where they serve, though the training is in float32
     monkeypatch.setattr(search, "train", watch)
+    monkeypatch.setattr(dspark.train, "heldout_tau", lambda *args: decoded.add(args[0].dtype) or tau(*args))
     names = ["base", "1 layer", "AdamW on the matrices"]
     table = search.search(base, QUICK, names, data, tmp_path / "out")
     assert trained == [(1, "muon"), (2, "adamw")] and table.trial.tolist() == names
@@ -67,4 +73,5 @@ def test_a_search_goes_on_where_it_stopped(data, tmp_path, monkeypatch):
     assert table.parameters[1] < table.parameters[0] == table.parameters[2]
     assert (table.draft_tokens > 0).all() and table[["tau_n3", "tau_n7"]].ge(1).all(axis=None)
     assert search.search(base, QUICK | {"seed": 1}, ["base"], data, tmp_path / "out").trial.tolist() == ["base"]
+    assert decoded == {torch.bfloat16 if cpu.available() else torch.float32}
     assert len(trained) == 3 and len(pd.read_csv(tmp_path / "out" / "trials.csv")) == 4
