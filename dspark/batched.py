@@ -212,26 +212,27 @@ def profile_steps(
     """Time whole steps of the real engine: R requests that make n of `drafts` each, j = 0..n of them verified, so
     B = R * (1 + j) tokens.
 
-    One row an (n, R, B): step_ms is the median of `repeats`, taken in turn over all j so that a slow minute hits all of
-    them; sps is steps/s. Prompts are used in turn to fill the rows, and every step is the first after them: its context
-    is as long whatever n is.
+    One row an (n, R, B): step_ms is the median of `repeats`, taken in turn over all n and j of an R, so that a slow
+    minute hits all that is compared; sps is steps/s. Prompts are used in turn to fill the rows, and every step is the
+    first after them: its context is as long whatever n is.
     """
     rows = []
-    for n, R in itertools.product(drafts, requests):
-        policy = _Forced(n)
-        engine = Engine(target, drafter, policy, R, max(map(len, prompts)) + 2 * (n + 1))
-        filled = [engine.admit(i, prompts[i % len(prompts)]) for i in range(R)]
-        begins = [(row.length, row.anchor) for row in filled]
-        times = np.empty((repeats + 1, n + 1))
-        for repeat in range(repeats + 1):  # the first warms up
-            for j in range(n + 1):
-                policy.drafts, begun = j, time.perf_counter()
-                engine.step()
-                times[repeat, j] = time.perf_counter() - begun
-                for row, (row.length, row.anchor) in zip(filled, begins, strict=True):
-                    if row.context is not None:
-                        row.context.length = row.length
-        for j, ms in enumerate(1e3 * np.median(times[1:], 0)):
+    for R in requests:
+        engines, begins, times = {}, {}, {(n, j): [] for n in drafts for j in range(n + 1)}
+        for n in drafts:
+            engines[n] = Engine(target, drafter, _Forced(n), R, max(map(len, prompts)) + 2 * (n + 1))
+            filled = [engines[n].admit(i, prompts[i % len(prompts)]) for i in range(R)]
+            begins[n] = [(row.length, row.anchor) for row in filled]
+        for _, (n, j) in itertools.product(range(repeats + 1), times):
+            engine = engines[n]
+            engine.policy.drafts, begun = j, time.perf_counter()
+            engine.step()
+            times[n, j].append(time.perf_counter() - begun)
+            for row, (row.length, row.anchor) in zip(engine.rows, begins[n], strict=True):
+                if row.context is not None:
+                    row.context.length = row.length
+        for (n, j), seconds in times.items():
+            ms = 1e3 * np.median(seconds[1:])  # the first warms up
             rows.append({"drafts": n, "requests": R, "tokens": R * (1 + j), "step_ms": ms, "sps": 1e3 / ms})
     return pd.DataFrame(rows)
 
